@@ -1,0 +1,383 @@
+"""What a recipe may say: names, places and values, found wrong before a tensor is read.
+
+MergeKit drops keys that it does not know and ignores parameters that the method does
+not have; here each of them is a problem with a remedy. The only file that knows how a
+recipe is spelled. Functions return all problems that they see, as sentences.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+METHOD_NAME = "hi_merging"
+
+Level = Literal["recipe", "group", "model"]
+"""Where ``parameters`` stand: at the top, in a slice or module, in a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the method.
+
+    Attributes:
+        name: as written in a recipe.
+        type: what MergeKit validates a value against.
+        default: what an absent value means.
+        per_model: bound to each model but the base, else shared by all.
+        low, high: bounds of a number, inclusive.
+        choices: the allowed words.
+        whole_merge: needs MergeKit's planner; one value for the whole recipe.
+        hint: what a value out of bounds most likely meant.
+    """
+
+    name: str
+    type: Any
+    default: float | bool | str | None
+    per_model: bool = False
+    low: float = -math.inf
+    high: float = math.inf
+    choices: tuple[str, ...] = ()
+    whole_merge: bool = False
+    hint: str = ""
+
+
+PARAMETERS: Mapping[str, Parameter] = {
+    parameter.name: parameter
+    for parameter in (
+        Parameter("weight", float | None, None, per_model=True),
+        Parameter(
+            "density",
+            float,
+            1.0,
+            per_model=True,
+            low=0,
+            high=1,
+            hint="it is the share of entries kept",
+        ),
+        Parameter(
+            "scale",
+            float,
+            1.0,
+            per_model=True,
+            low=0,
+            high=1,
+            hint="it is the factor on the kept entries",
+        ),
+        Parameter(
+            "consensus",
+            Literal["none", "sum", "count"],
+            "none",
+            choices=("none", "sum", "count"),
+        ),
+        Parameter("normalize", bool, False),
+        Parameter("lambda", float, 1.0),
+        Parameter(
+            "scope",
+            Literal["tensor", "layer", "model"],
+            "tensor",
+            choices=("tensor", "layer", "model"),
+            whole_merge=True,
+        ),
+        Parameter("plan", str, "", whole_merge=True),
+    )
+}
+
+NOT_YET = frozenset({"calibration", "metric", "samples", "preset"})
+"""Parameters of the contribution analysis, which this version does not have."""
+
+FOREIGN = {
+    "int8_mask": "it saves memory in MergeKit's own methods and is not needed here",
+    "rescale": "set 'scale' per model instead",
+    "gamma": "it drops the largest entries in 'breadcrumbs'; hi_merging keeps them",
+    "epsilon": "it belongs to 'della'",
+    "t": "it belongs to 'slerp'",
+    "select_topk": "it belongs to 'sce'",
+}
+"""Parameters of MergeKit's other methods, as they stand in recipes that are adapted."""
+
+
+class RecipeError(click.ClickException, ValueError):
+    """Something that the user can mend: one line and exit code 1 from a command."""
+
+
+def check_document(raw: object, model: type[BaseModel]) -> list[str]:
+    """Find keys of a raw recipe that MergeKit would drop in silence.
+
+    Args:
+        raw: one YAML document, as loaded.
+        model: the pydantic model that MergeKit reads it into.
+
+    Returns:
+        One sentence per key.
+    """
+    if not isinstance(raw, Mapping):
+        return [f"a recipe must be a mapping of keys, got {type(raw).__name__}"]
+    try:
+        model.model_validate(raw, extra="forbid")
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+    else:
+        return []
+    return [
+        _unknown_key(str(place[-1]), _where(place[:-1], raw))
+        for place in (
+            problem["loc"] for problem in found if problem["type"] == "extra_forbidden"
+        )
+    ]
+
+
+def find_repeated_keys(text: str) -> list[str]:
+    """Find keys that stand twice in one mapping of a YAML text: one of them is lost."""
+    problems: list[str] = []
+
+    def visit(node: yaml.Node) -> None:
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        problems.append(
+                            f"key '{key.value}' stands twice in one mapping "
+                            f"(line {key.start_mark.line + 1}); "
+                            "YAML keeps the last one only, so remove one"
+                        )
+                    seen.add(key.value)
+                visit(value)
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                visit(value)
+
+    for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+        if document is not None:
+            visit(document)
+    return problems
+
+
+def check_config(config: Any) -> list[str]:
+    """Check names, places and values of all parameters of a recipe.
+
+    Args:
+        config: a ``mergekit.config.MergeConfiguration`` or the flat recipe of
+            ``mergekit-pytorch``.
+
+    Returns:
+        One sentence per problem.
+    """
+    problems: list[str] = []
+    if not any(base is not None for base in _bases(config)):
+        problems.append(
+            f"{METHOD_NAME} must have a base model, got none; "
+            "add 'base_model:' with the model that the others were tuned from"
+        )
+    experts = [str(model) for model, bases in _models(config) if model not in bases]
+    if not experts and not problems:
+        problems.append(
+            f"{METHOD_NAME} must have a model besides the base, got the base alone; "
+            "list the tuned models under 'models:'"
+        )
+    for level, where, is_base, settings in _parameter_mappings(config):
+        for name, setting in settings.items():
+            problem = _check_name(name, level, where, is_base=is_base)
+            if problem is None:
+                problem = _check_setting(PARAMETERS[name], setting, where)
+            if problem is not None:
+                problems.append(problem)
+    return problems
+
+
+def check_value(parameter: Parameter, value: object) -> object:
+    """Validate one scalar of a recipe.
+
+    Returns:
+        The value in the parameter's type.
+
+    Raises:
+        ValueError: it has another type or is out of bounds; the bare fact.
+    """
+    if parameter.choices:
+        if value not in parameter.choices:
+            allowed = ", ".join(parameter.choices)
+            raise ValueError(
+                f"{parameter.name} must be one of {allowed}, got {value!r}"
+            )
+        return value
+    is_number = parameter.type in (float, float | None)
+    if is_number and isinstance(value, bool):
+        raise ValueError(f"{parameter.name} must be a number, got {value}")
+    try:
+        checked = TypeAdapter(parameter.type).validate_python(value)
+    except ValidationError as error:
+        wanted = {bool: "true or false", str: "a text"}.get(parameter.type, "a number")
+        raise ValueError(f"{parameter.name} must be {wanted}, got {value!r}") from error
+    if is_number and checked is not None:
+        _check_bounds(parameter, checked)
+    return checked
+
+
+def scalar_setting(config: Any, name: str) -> Any:
+    """Read a whole-merge parameter, which ``check_config`` held to one place."""
+    value = (config.parameters or {}).get(name, PARAMETERS[name].default)
+    return check_value(PARAMETERS[name], value)
+
+
+def _check_bounds(parameter: Parameter, value: float) -> None:
+    if parameter.low <= value <= parameter.high and math.isfinite(value):
+        return
+    if math.isinf(parameter.low):
+        raise ValueError(f"{parameter.name} must be a finite number, got {value:g}")
+    fact = f"{parameter.name} must be in [{parameter.low:g}, {parameter.high:g}]"
+    remedy = parameter.hint
+    if 1 < value <= 100:
+        remedy += f", so {value:g} percent is {value / 100:g}"
+    raise ValueError(f"{fact}, got {value:g}; {remedy}")
+
+
+def _check_name(name: str, level: Level, where: str, *, is_base: bool) -> str | None:
+    if name in NOT_YET:
+        return (
+            f"'{name}' belongs to the contribution analysis, which this version does "
+            f"not have ({where}); remove it for the model-wise merge"
+        )
+    parameter = PARAMETERS.get(name)
+    if parameter is None:
+        remedy = FOREIGN.get(name) or _suggest(name, PARAMETERS)
+        return f"unknown parameter '{name}' ({where}); {remedy}"
+    if parameter.per_model and is_base:
+        return (
+            f"'{name}' has no effect on the base model ({where}); "
+            "remove it there, or set it on the models that are merged into the base"
+        )
+    if not parameter.per_model and level == "model":
+        return (
+            f"'{name}' is shared by all models and ignored under one ({where}); "
+            "move it to the 'parameters' at the top of the recipe"
+        )
+    if parameter.whole_merge and level != "recipe":
+        return (
+            f"'{name}' holds for the whole merge ({where}); "
+            "move it to the 'parameters' at the top of the recipe"
+        )
+    return None
+
+
+def _check_setting(parameter: Parameter, setting: Any, where: str) -> str | None:
+    scalars = list(_scalars(setting))
+    if parameter.whole_merge and (len(scalars) != 1 or setting is not scalars[0]):
+        return (
+            f"'{parameter.name}' must be one value, got a list or filter ({where}); "
+            "write a single value"
+        )
+    if not scalars:
+        return f"'{parameter.name}' has an empty list ({where}); write a value"
+    for value in scalars:
+        try:
+            check_value(parameter, value)
+        except ValueError as error:
+            fact, _, remedy = str(error).partition("; ")
+            return f"{fact} ({where})" + (f"; {remedy}" if remedy else "")
+    return None
+
+
+def _scalars(setting: Any) -> Iterator[Any]:
+    """Yield the values in a scalar, a gradient, a filter or a list of filters."""
+    if isinstance(setting, list):
+        for item in setting:
+            yield from _scalars(item)
+    elif hasattr(setting, "value"):
+        yield from _scalars(setting.value)
+    else:
+        yield setting
+
+
+def _bases(config: Any) -> Iterator[Any]:
+    yield config.base_model
+    for _, _, output_slice in _slices(config):
+        yield output_slice.base_model
+
+
+def _models(config: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield each model of the recipe with the bases that hold at its place."""
+    for _, item in _direct_models(config):
+        yield item.model, (config.base_model,)
+    for _, _, output_slice in _slices(config):
+        base = output_slice.base_model or config.base_model
+        for source in output_slice.sources:
+            yield source.model, (base,)
+
+
+def _direct_models(config: Any) -> Iterator[tuple[str, Any]]:
+    for index, item in enumerate(config.models or ()):
+        yield f"models[{index}]", item
+    for name, module in (getattr(config, "modules", None) or {}).items():
+        for index, item in enumerate(module.models or ()):
+            yield f"modules.{name}.models[{index}]", item
+
+
+def _slices(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    for index, item in enumerate(getattr(config, "slices", None) or ()):
+        yield f"slices[{index}]", None, item
+    for name, module in (getattr(config, "modules", None) or {}).items():
+        for index, item in enumerate(module.slices or ()):
+            yield f"modules.{name}.slices[{index}]", module, item
+
+
+def _parameter_mappings(
+    config: Any,
+) -> Iterator[tuple[Level, str, bool, Mapping[str, Any]]]:
+    """Yield level, place, whether under the base, and content of ``parameters``."""
+    yield "recipe", "parameters", False, config.parameters or {}
+    for name, module in (getattr(config, "modules", None) or {}).items():
+        yield "group", f"modules.{name}", False, module.parameters or {}
+    for where, item in _direct_models(config):
+        is_base = item.model == config.base_model
+        yield "model", f"{where} '{item.model}'", is_base, item.parameters or {}
+    for where, _, output_slice in _slices(config):
+        yield "group", where, False, output_slice.parameters or {}
+        base = output_slice.base_model or config.base_model
+        for index, source in enumerate(output_slice.sources):
+            place = f"{where}.sources[{index}] '{source.model}'"
+            yield "model", place, source.model == base, source.parameters or {}
+
+
+def _unknown_key(key: str, where: str) -> str:
+    if key in PARAMETERS or key in NOT_YET or key in FOREIGN:
+        return (
+            f"'{key}' is a parameter and dropped by MergeKit there ({where}); "
+            "move it under 'parameters:'"
+        )
+    return f"unknown key '{key}' ({where}); {_suggest(key, RECIPE_KEYS)}"
+
+
+RECIPE_KEYS = (
+    *("models", "slices", "modules", "merge_method", "base_model", "dtype"),
+    *("out_dtype", "tokenizer", "tokenizer_source", "chat_template", "parameters"),
+    *("model", "sources", "layer_range", "value", "filter", "source", "tokens"),
+    *("pad_to_multiple_of", "force", "kind", "token", "token_id", "path", "revision"),
+)
+"""Keys that MergeKit knows somewhere in a recipe; used for suggestions only."""
+
+
+def _suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else "remove it"
+
+
+def _where(place: Sequence[int | str], raw: Mapping[str, Any]) -> str:
+    """Spell a pydantic location as a path in the recipe, without pydantic's words."""
+    path = ""
+    node: Any = raw
+    for step in place:
+        try:
+            node = node[step]
+        except (KeyError, IndexError, TypeError):
+            continue  # a label of pydantic's for one branch of a union
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    if isinstance(node, Mapping) and "model" in node:
+        path += f" '{node['model']}'"
+    return path.lstrip(".") or "top of the recipe"
