@@ -98,16 +98,18 @@ def merge_tensor(
     active = [part for part in parts if part.counts]
     if not active or strength == 0:
         return base
-    divisor = sum(part.weight for part in parts)
+    # In float32, as MergeKit sums it.
+    divisor = float(torch.tensor([part.weight for part in parts]).sum())
     if normalize and consensus == "none" and abs(divisor) < 1e-8:
         raise ValueError(
             "weights must not sum to zero with normalize, "
             f"got {[part.weight for part in parts]}"
         )
-    if len(active) == 1 and strength == 1 and active[0].keeps_all:
+    if len(active) == 1 and strength == 1:
         (lone,) = active
-        diluted_by = lone.weight / divisor if normalize else lone.weight
-        if lone.scale == 1 and diluted_by == 1:
+        others_weigh = any(part.weight != 0 for part in parts if part is not lone)
+        undiluted = not others_weigh if normalize else lone.weight == 1
+        if undiluted and lone.scale == 1 and lone.keeps_all:
             return lone.tuned
 
     wide_base = widen(base)

@@ -6,7 +6,8 @@ and gradients may give several densities inside one layer.
 """
 
 import json
-import os
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,10 +21,14 @@ from pydantic import (
     model_validator,
 )
 
+from mergekit_himerging.recipe import resolve_model
+
 MAX_PLAN_BYTES = 64 * 2**20
 """Far above any real plan: 126 layers of 16 models take about 400 kB."""
 
-Factor = Annotated[FiniteFloat, Field(ge=0)]
+Number = Annotated[FiniteFloat, Field(strict=True)]
+
+Factor = Annotated[Number, Field(ge=0)]
 
 
 class _Record(BaseModel):
@@ -49,7 +54,7 @@ class Treatment(_Record):
     action: Literal["keep", "shrink", "drop", "set"]
     density_factor: Factor = 1.0
     scale_factor: Factor = 1.0
-    weight_factor: FiniteFloat = 1.0
+    weight_factor: Number = 1.0
     reason: str = ""
 
     @model_validator(mode="after")
@@ -110,7 +115,7 @@ class Plan(_Record):
     base: str
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     n_layers: Annotated[int, Field(ge=1, strict=True)]
-    settings: dict[str, bool | int | float | str | None] = {}
+    settings: dict[str, bool | int | FiniteFloat | str | None] = {}
     treatments: tuple[Treatment, ...] = ()
 
     @model_validator(mode="after")
@@ -147,10 +152,11 @@ class Plan(_Record):
         Returns:
             Factors by (layer, model) for every treatment.
         """
-        spelled = {ours: theirs for theirs in models for ours in self.models
-                   if _is_same_model(ours, theirs)}  # fmt: skip
+        spelled = {resolve_model(model): model for model in models}
         return {
-            (treatment.layer, spelled[treatment.model]): treatment.factors
+            (treatment.layer, spelled[resolve_model(treatment.model)]): (
+                treatment.factors
+            )
             for treatment in self.treatments
         }
 
@@ -168,13 +174,11 @@ class Plan(_Record):
         Raises:
             ValueError: the base, the models or the number of layers differ.
         """
-        if not _is_same_model(self.base, base):
+        if resolve_model(self.base) != resolve_model(base):
             raise ValueError(f"plan is for base '{self.base}', the recipe has '{base}'")
-        fits = len(self.models) == len(models) and all(
-            sum(_is_same_model(ours, theirs) for theirs in models) == 1
-            for ours in self.models
-        )
-        if not fits:
+        ours = {resolve_model(model) for model in self.models}
+        fits = ours == {resolve_model(model) for model in models}
+        if not fits or not len(ours) == len(self.models) == len(models):
             raise ValueError(
                 f"plan is for the models {sorted(self.models)}, "
                 f"the recipe has {sorted(models)}"
@@ -244,6 +248,13 @@ def _first_problem(path: Path, error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = "unknown field; remove it or mend its name"
+    elif problem["type"] == "missing":
+        message = "field missing; add it"
+    elif problem["type"] != "value_error":
+        for words, ours in (("tuple", "list"), ("dictionary or instance.*", "object")):
+            message = re.sub(f"valid {words}", ours, message)
+        message = message.replace("Input should", "must")
+        message += f", got {reprlib.repr(problem['input'])}"
     more = error.error_count() - 1
     return f"plan '{path}'{f', {place}' if place else ''}: {message}" + (
         f" (and {more} more)" if more else ""
@@ -261,15 +272,3 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"must have each field once, got {repeated} twice")
     return content
-
-
-def _is_same_model(left: str, right: str) -> bool:
-    return left == right or _resolve(left) == _resolve(right)
-
-
-def _resolve(model: str) -> tuple[str, ...]:
-    """Spell the local folders of a model or ``base+adapter`` reference in one way."""
-    return tuple(
-        os.path.realpath(part) if os.path.exists(part) else part
-        for part in model.split("+")
-    )

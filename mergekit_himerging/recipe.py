@@ -7,6 +7,7 @@ recipe is spelled. Functions return all problems that they see, as sentences.
 
 import difflib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -119,24 +120,21 @@ def check_document(raw: object, model: type[BaseModel]) -> list[str]:
     if not isinstance(raw, Mapping):
         return [f"a recipe must be a mapping of keys, got {type(raw).__name__}"]
     try:
-        model.model_validate(raw, extra="forbid")
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-    else:
+        read = model.model_validate(raw)
+    except (ValidationError, RuntimeError):  # MergeKit refuses it too, and says why
         return []
-    return [
-        _unknown_key(str(place[-1]), _where(place[:-1], raw))
-        for place in (
-            problem["loc"] for problem in found if problem["type"] == "extra_forbidden"
-        )
-    ]
+    return [_unknown_key(key, where) for key, where in _dropped_keys(raw, read, "")]
 
 
 def find_repeated_keys(text: str) -> list[str]:
     """Find keys that stand twice in one mapping of a YAML text: one of them is lost."""
     problems: list[str] = []
+    visited: set[int] = set()  # an alias leads to the same node again
 
     def visit(node: yaml.Node) -> None:
+        if id(node) in visited:
+            return
+        visited.add(id(node))
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
@@ -170,17 +168,21 @@ def check_config(config: Any) -> list[str]:
         One sentence per problem.
     """
     problems: list[str] = []
-    if not any(base is not None for base in _bases(config)):
+    groups = list(_groups(config))
+    if not any(base is not None for base, _ in groups):
         problems.append(
             f"{METHOD_NAME} must have a base model, got none; "
             "add 'base_model:' with the model that the others were tuned from"
         )
-    experts = [str(model) for model, bases in _models(config) if model not in bases]
+    experts = [m for base, members in groups for _, m in members if m != base]
     if not experts and not problems:
         problems.append(
             f"{METHOD_NAME} must have a model besides the base, got the base alone; "
             "list the tuned models under 'models:'"
         )
+    for base, members in groups:
+        problems += _check_members(base, members)
+    problems += _find_baseless_slices(config)
     for level, where, is_base, settings in _parameter_mappings(config):
         for name, setting in settings.items():
             problem = _check_name(name, level, where, is_base=is_base)
@@ -220,6 +222,14 @@ def check_value(parameter: Parameter, value: object) -> object:
     return checked
 
 
+def resolve_model(model: str) -> tuple[str, ...]:
+    """Spell the local folders of a model or ``base+adapter`` reference in one way."""
+    return tuple(
+        os.path.realpath(part) if os.path.exists(part) else part
+        for part in model.split("+")
+    )
+
+
 def scalar_setting(config: Any, name: str) -> Any:
     """Read a whole-merge parameter, which ``check_config`` held to one place."""
     value = (config.parameters or {}).get(name, PARAMETERS[name].default)
@@ -233,7 +243,7 @@ def _check_bounds(parameter: Parameter, value: float) -> None:
         raise ValueError(f"{parameter.name} must be a finite number, got {value:g}")
     fact = f"{parameter.name} must be in [{parameter.low:g}, {parameter.high:g}]"
     remedy = parameter.hint
-    if 1 < value <= 100:
+    if 2 <= value <= 100:
         remedy += f", so {value:g} percent is {value / 100:g}"
     raise ValueError(f"{fact}, got {value:g}; {remedy}")
 
@@ -295,20 +305,63 @@ def _scalars(setting: Any) -> Iterator[Any]:
         yield setting
 
 
-def _bases(config: Any) -> Iterator[Any]:
-    yield config.base_model
-    for _, _, output_slice in _slices(config):
-        yield output_slice.base_model
+def _groups(config: Any) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
+    """Yield the models that are merged with each other: their base, places and names.
+
+    The base may be missing among the models where MergeKit adds it.
+    """
+    modules = (getattr(config, "modules", None) or {}).items()
+    holders = [
+        ("", config),
+        *((f"modules.{name}.", module) for name, module in modules),
+    ]
+    for prefix, holder in holders:
+        if holder.models:
+            yield (
+                config.base_model,
+                [
+                    (f"{prefix}models[{i}]", m.model)
+                    for i, m in enumerate(holder.models)
+                ],
+            )
+    for where, output_slice in _slices(config):
+        yield (
+            output_slice.base_model or config.base_model,
+            [
+                (f"{where}.sources[{index}]", source.model)
+                for index, source in enumerate(output_slice.sources)
+            ],
+        )
 
 
-def _models(config: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield each model of the recipe with the bases that hold at its place."""
-    for _, item in _direct_models(config):
-        yield item.model, (config.base_model,)
-    for _, _, output_slice in _slices(config):
+def _check_members(base: Any, members: list[tuple[str, Any]]) -> Iterator[str]:
+    """Find models that would count twice, also where a folder is spelled in two ways."""
+    seen: dict[tuple[str, ...], str] = {}
+    for where, model in members:
+        resolved = resolve_model(str(model))
+        if resolved in seen:
+            yield (
+                f"models must be distinct, got '{model}' twice "
+                f"({seen[resolved]} and {where}); remove one, or raise its weight"
+            )
+        elif base not in (None, model) and resolved == resolve_model(str(base)):
+            yield (
+                f"the base model must be spelled in one way, got '{model}' ({where}) "
+                f"and '{base}'; write it as in 'base_model:'"
+            )
+        seen.setdefault(resolved, where)
+
+
+def _find_baseless_slices(config: Any) -> Iterator[str]:
+    for where, output_slice in _slices(config):
         base = output_slice.base_model or config.base_model
-        for source in output_slice.sources:
-            yield source.model, (base,)
+        models = [source.model for source in output_slice.sources]
+        if base is not None and base not in models:
+            yield (
+                f"a slice must have its base model '{base}' among its sources, "
+                f"got {[str(model) for model in models]} ({where}); "
+                "add it there with its 'layer_range:'"
+            )
 
 
 def _direct_models(config: Any) -> Iterator[tuple[str, Any]]:
@@ -319,12 +372,12 @@ def _direct_models(config: Any) -> Iterator[tuple[str, Any]]:
             yield f"modules.{name}.models[{index}]", item
 
 
-def _slices(config: Any) -> Iterator[tuple[str, Any, Any]]:
+def _slices(config: Any) -> Iterator[tuple[str, Any]]:
     for index, item in enumerate(getattr(config, "slices", None) or ()):
-        yield f"slices[{index}]", None, item
+        yield f"slices[{index}]", item
     for name, module in (getattr(config, "modules", None) or {}).items():
         for index, item in enumerate(module.slices or ()):
-            yield f"modules.{name}.slices[{index}]", module, item
+            yield f"modules.{name}.slices[{index}]", item
 
 
 def _parameter_mappings(
@@ -337,7 +390,7 @@ def _parameter_mappings(
     for where, item in _direct_models(config):
         is_base = item.model == config.base_model
         yield "model", f"{where} '{item.model}'", is_base, item.parameters or {}
-    for where, _, output_slice in _slices(config):
+    for where, output_slice in _slices(config):
         yield "group", where, False, output_slice.parameters or {}
         base = output_slice.base_model or config.base_model
         for index, source in enumerate(output_slice.sources):
@@ -351,7 +404,10 @@ def _unknown_key(key: str, where: str) -> str:
             f"'{key}' is a parameter and dropped by MergeKit there ({where}); "
             "move it under 'parameters:'"
         )
-    return f"unknown key '{key}' ({where}); {_suggest(key, RECIPE_KEYS)}"
+    remedy = _suggest(key, (*RECIPE_KEYS, *PARAMETERS))
+    if any(f"'{name}'" in remedy for name in PARAMETERS):
+        remedy = remedy.removesuffix("?") + " under 'parameters:'?"
+    return f"unknown key '{key}' ({where}); {remedy}"
 
 
 RECIPE_KEYS = (
@@ -368,16 +424,19 @@ def _suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
     return f"did you mean '{close[0]}'?" if close else "remove it"
 
 
-def _where(place: Sequence[int | str], raw: Mapping[str, Any]) -> str:
-    """Spell a pydantic location as a path in the recipe, without pydantic's words."""
-    path = ""
-    node: Any = raw
-    for step in place:
-        try:
-            node = node[step]
-        except (KeyError, IndexError, TypeError):
-            continue  # a label of pydantic's for one branch of a union
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
-    if isinstance(node, Mapping) and "model" in node:
-        path += f" '{node['model']}'"
-    return path.lstrip(".") or "top of the recipe"
+def _dropped_keys(raw: object, read: object, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a raw recipe, and their places, that ``read`` has no field for."""
+    if isinstance(raw, Mapping) and isinstance(read, BaseModel):
+        model = getattr(read, "model", None)
+        place = f"{where} '{model}'" if model is not None else where
+        for key, value in raw.items():
+            if key in type(read).model_fields:
+                yield from _dropped_keys(value, getattr(read, key), f"{where}.{key}")
+            else:
+                yield str(key), place.lstrip(".") or "top of the recipe"
+    elif isinstance(raw, Mapping) and isinstance(read, Mapping):
+        for key, value in raw.items():
+            yield from _dropped_keys(value, read[key], f"{where}.{key}")
+    elif isinstance(raw, list) and isinstance(read, list):
+        for index, (value, item) in enumerate(zip(raw, read, strict=True)):
+            yield from _dropped_keys(value, item, f"{where}[{index}]")
