@@ -3,7 +3,10 @@
 Importing this package changes nothing; an installed one is found by MergeKit itself.
 """
 
-from mergekit_himerging import boot
+try:
+    from mergekit_himerging import boot
+except ImportError:  # an installed package has it beside it, in site-packages
+    import _mergekit_himerging_boot as boot  # type: ignore
 
 __all__ = ["__version__", "activate"]
 

@@ -23,6 +23,8 @@ HOOKS = {
 }
 """Module of MergeKit -> function of `mergekit_himerging.plugin` that takes it."""
 
+PACKAGE = "mergekit_himerging."
+
 
 def is_disabled() -> bool:
     """Tell whether the environment switches the plug-in off."""
@@ -41,9 +43,14 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
     for name in HOOKS:
         module = sys.modules.get(name)
-        spec = getattr(module, "__spec__", None)
-        if module is not None and not getattr(spec, "_initializing", False):
+        if module is not None and not is_half_loaded(module):
             apply_hook(module)
+
+
+def is_half_loaded(module: "ModuleType") -> bool:
+    """Tell whether the import of a module has yet to end."""
+    spec = getattr(module, "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def apply_hook(module: "ModuleType") -> None:
@@ -85,7 +92,7 @@ def refusing(function: "Callable[..., Any]", reason: str) -> "Callable[..., Any]
 
 
 class Finder:
-    """Finds the hooked modules where the others find them, and hooks them when run."""
+    """Finds MergeKit's modules and ours where the others find them, and hooks them."""
 
     is_himerging = True
 
@@ -93,7 +100,7 @@ class Finder:
         self, name: str, path: "Any" = None, target: "Any" = None
     ) -> "ModuleSpec | None":
         """Return the other finders' spec with a loader that runs the hook, or None."""
-        if name not in HOOKS:
+        if name not in HOOKS and not name.startswith(PACKAGE):
             return None
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
@@ -124,9 +131,21 @@ class Loader:
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Run the module, then its hook."""
+        """Run the module, then its hook or, after one of ours, those put off."""
         module.__loader__ = self.wrapped
         if module.__spec__ is not None:
             module.__spec__.loader = self.wrapped
         self.wrapped.exec_module(module)
-        apply_hook(module)
+        # One of ours that was imported first has led to MergeKit while it was half
+        # loaded, and could not hook it then.
+        others = [
+            other
+            for name, other in list(sys.modules.items())
+            if name.startswith(PACKAGE) and other is not module
+        ]
+        if any(map(is_half_loaded, others)):
+            return
+        if module.__name__ in HOOKS:
+            apply_hook(module)
+        else:
+            install()

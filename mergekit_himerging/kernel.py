@@ -156,7 +156,10 @@ def compute_delta(
     """
     delta = tuned.to(wide_base.dtype) - wide_base
     if not _is_finite(delta):
-        raise ValueError(f"delta of '{name}' must be finite, got NaN or infinity")
+        raise ValueError(
+            f"delta of '{name}' must be finite, got NaN or infinity; "
+            "get the checkpoint again, or leave the model out"
+        )
     return delta
 
 

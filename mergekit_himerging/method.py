@@ -18,11 +18,11 @@ from mergekit.merge_methods.base import (
 )
 
 from mergekit_himerging.kernel import Part, merge_tensor
-from mergekit_himerging.recipe import (
+from mergekit_himerging.parameters import (
     METHOD_NAME,
-    NOT_YET,
     PARAMETERS,
     RecipeError,
+    add_place,
     check_value,
 )
 
@@ -109,8 +109,6 @@ class HiMerging(GroupMergeMethod):
                 of bounds.
         """
         for name, value in (parameters or {}).items():
-            if name in NOT_YET:
-                raise RecipeError(f"'{name}' analyses whole models, {NEEDS_PLANNER}")
             if name not in PARAMETERS:
                 continue  # MergeKit's own message names it
             for where, scalar in _values(value):
@@ -134,9 +132,10 @@ class HiMerging(GroupMergeMethod):
             RecipeError: a parameter that needs the planner has not met it, or the
                 tensor cannot be merged; the message names tensor and model.
         """
-        for name in PARAMETERS:
-            if PARAMETERS[name].whole_merge:
-                refuse_whole_merge(name, parameters[name])
+        for name, parameter in PARAMETERS.items():
+            if parameter.whole_merge:
+                for _, value in _values(parameters[name]):
+                    refuse_whole_merge(name, value)
         base = group.base
         if base is None or not group.non_base:
             return group.entries[0].tensor
@@ -151,7 +150,8 @@ class HiMerging(GroupMergeMethod):
                 strength=parameters["lambda"],
             )
         except ValueError as error:
-            raise RecipeError(f"{error} (tensor '{group.metadata.name}')") from error
+            place = f"tensor '{group.metadata.name}'"
+            raise RecipeError(add_place(error, place)) from error
 
 
 def refuse_whole_merge(name: str, value: object) -> None:

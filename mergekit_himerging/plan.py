@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     FiniteFloat,
     ValidationError,
@@ -22,6 +20,10 @@ from pydantic import (
 )
 
 from mergekit_himerging.recipe import resolve_model
+from mergekit_himerging.scores import GuardReport, Record, TaskReport
+
+PLAN_FILE = "hi_merging_plan.json"
+"""Name of the plan in a merged folder."""
 
 MAX_PLAN_BYTES = 64 * 2**20
 """Far above any real plan: 126 layers of 16 models take about 400 kB."""
@@ -31,11 +33,7 @@ Number = Annotated[FiniteFloat, Field(strict=True)]
 Factor = Annotated[Number, Field(ge=0)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class Treatment(_Record):
+class Treatment(Record):
     """What is done with one model's delta in one layer.
 
     Attributes:
@@ -91,7 +89,7 @@ class Treatment(_Record):
         )
 
 
-class Factors(_Record):
+class Factors(Record):
     """Factors on the values that a recipe resolves for one tensor of one model."""
 
     density: float = 1.0
@@ -99,7 +97,7 @@ class Factors(_Record):
     weight: float = 1.0
 
 
-class Plan(_Record):
+class Plan(Record):
     """All treatments of one merge.
 
     Attributes:
@@ -109,14 +107,25 @@ class Plan(_Record):
         n_layers: decoder blocks of the output model.
         settings: the settings that the plan was made under, for the reader.
         treatments: at most one per (layer, model); a pair without one is kept.
+        order: layers by summed conflict, the largest first.
+        tasks: what was measured; as all below, for the reader, and absent from a plan
+            that was written by hand.
+        guard: whether the treated merge held on other samples.
+        versions: of the packages that measured.
+        inputs: what the models' files were, by model.
     """
 
     version: Literal[1] = Field(alias="schema")
     base: str
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     n_layers: Annotated[int, Field(ge=1, strict=True)]
-    settings: dict[str, bool | int | FiniteFloat | str | None] = {}
+    settings: dict[str, bool | int | FiniteFloat | str | None] = Field({})
     treatments: tuple[Treatment, ...] = ()
+    order: tuple[int, ...] = ()
+    tasks: tuple[TaskReport, ...] = ()
+    guard: GuardReport | None = None
+    versions: dict[str, str] = Field({})
+    inputs: dict[str, str] = Field({})
 
     @model_validator(mode="after")
     def _treatments_fit(self) -> Self:
@@ -251,9 +260,12 @@ def _first_problem(path: Path, error: ValidationError) -> str:
     elif problem["type"] == "missing":
         message = "field missing; add it"
     elif problem["type"] != "value_error":
-        for words, ours in (("tuple", "list"), ("dictionary or instance.*", "object")):
-            message = re.sub(f"valid {words}", ours, message)
-        message = message.replace("Input should", "must")
+        for words, ours in (
+            ("a valid tuple", "a list"),
+            ("a valid dictionary.*", "an object"),
+        ):
+            message = re.sub(words, ours, message)
+        message = re.sub("^(Input|Tuple) should", "must", message)
         message += f", got {reprlib.repr(problem['input'])}"
     more = error.error_count() - 1
     return f"plan '{path}'{f', {place}' if place else ''}: {message}" + (

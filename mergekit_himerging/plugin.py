@@ -17,17 +17,16 @@ from typing import Any
 import click
 import yaml
 
-from mergekit_himerging.method import NEEDS_PLANNER, HiMerging, refuse_whole_merge
-from mergekit_himerging.plan import Plan, read_plan
+from mergekit_himerging.method import HiMerging, refuse_whole_merge
+from mergekit_himerging.parameters import METHOD_NAME, PARAMETERS, RecipeError
+from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.recipe import (
-    METHOD_NAME,
-    NOT_YET,
-    PARAMETERS,
-    RecipeError,
+    TaskSettings,
     check_config,
     check_document,
     find_repeated_keys,
-    scalar_setting,
+    read_settings,
+    read_tasks,
 )
 
 LOG = logging.getLogger(__name__)
@@ -53,12 +52,27 @@ PLANNER_FIELDS = frozenset(
 )
 
 
+ONLY_CALLED = frozenset({"MergePlanner.normalize_config"})
+"""Functions of `SEAM` that are not wrapped."""
+
+MARK = "is_himerging"
+"""Attribute of wrapped functions; `functools.wraps` hands it on to later wrappers."""
+
+
 class SeamError(RuntimeError):
     """MergeKit no longer has a name that the plug-in relies on."""
 
 
 def register_method(module: ModuleType) -> None:
-    """Register the method with `mergekit.merge_methods`, once."""
+    """Register the method with `mergekit.merge_methods`, once.
+
+    Raises:
+        SeamError: the registry's functions are gone.
+    """
+    for name in ("register", "registered_methods"):
+        # Python's own words for a module that is being loaded blame a circular import.
+        if not hasattr(module, name):
+            raise SeamError(f"{module.__name__}.{name} is gone")
     if METHOD_NAME not in {method.spec.name for method in module.registered_methods()}:
         module.register(HiMerging(check_use))
 
@@ -74,17 +88,17 @@ def wrap_planner(module: ModuleType) -> None:
         ("_plan", _wrap_plan),
     ):
         original = getattr(planner, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(planner, name, wrap(original))
+        if not getattr(original, MARK, False):
+            setattr(planner, name, _mark(wrap(original)))
 
 
 def wrap_merge(module: ModuleType) -> None:
     """Check recipes before `mergekit.merge` loads anything, wherever it is bound."""
     _check_seam(module)
     original = module.run_merge
-    if hasattr(original, "__wrapped__"):
+    if getattr(original, MARK, False):
         return
-    wrapped = _wrap_run_merge(original)
+    wrapped = _mark(_wrap_run_merge(original))
     for holder in list(sys.modules.values()):
         if getattr(holder, "__dict__", {}).get("run_merge") is original:
             holder.__dict__["run_merge"] = wrapped
@@ -106,7 +120,7 @@ def check_use() -> None:
     context = click.get_current_context(silent=True)
     recipe = context.params.get("config_path") if context is not None else None
     if recipe is not None and "mergekit.scripts.merge_raw_pytorch" in sys.modules:
-        _check_flat_recipe(str(recipe))
+        _check_flat_recipe(str(recipe), os.stat(recipe).st_mtime_ns)
 
 
 def _find_moved() -> Iterator[str]:
@@ -124,9 +138,7 @@ def _find_moved() -> Iterator[str]:
             continue
         for path in functions:
             function = functools.reduce(getattr, path.split("."), module)
-            if path != "MergePlanner.normalize_config" and not hasattr(
-                function, "__wrapped__"
-            ):
+            if path not in ONLY_CALLED and not getattr(function, MARK, False):
                 yield f"{name}.{path} is not hooked"
 
 
@@ -151,6 +163,11 @@ def _check_seam(module: ModuleType) -> None:
             raise SeamError(f"{module.__name__}.MergePlanner has no {missing}")
 
 
+def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, MARK, True)
+    return function
+
+
 def _is_ours(config: Any) -> bool:
     return bool(config.merge_method == METHOD_NAME)
 
@@ -168,7 +185,13 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             _check_recipe(merge_config, config_source)
             _check_models(merge_config, options)
             _check_output(merge_config, out_path)
-        original(merge_config, out_path, options, config_source)
+        is_new = not os.path.exists(out_path)
+        try:
+            original(merge_config, out_path, options, config_source)
+        except BaseException:
+            if is_new and _is_ours(merge_config):
+                _remove_empty(out_path)
+            raise
 
     return run_merge
 
@@ -178,6 +201,7 @@ def _wrap_plan_to_disk(original: Callable[..., Any]) -> Callable[..., Any]:
     def plan_to_disk(self: Any, out_path: str) -> Any:
         if _is_ours(self.config):
             _check_output(self.config, out_path)
+            self.himerging_out_path = out_path
         return original(self, out_path)
 
     return plan_to_disk
@@ -238,7 +262,7 @@ def _note_places(planner: Any, module: str, layer: int | None) -> None:
 
 
 def _treat(planner: Any) -> None:
-    """Put the plan and the scope into the planned tasks."""
+    """Find the plan, by analysis or by name, and put it into the planned tasks."""
     from mergekit_himerging import tasks  # loads MergeKit's graph, which loads us
 
     places = zip(planner._tensors, planner.himerging_places, strict=True)
@@ -246,18 +270,118 @@ def _treat(planner: Any) -> None:
         tasks.PlannedTensor(weight, task, module, layer)
         for (weight, task), (module, layer) in places
     ]
-    config = planner.config
-    tasks.warn_of_rounding(tensors, config.dtype, planner.options)
-    treated = tasks.apply_plan(tensors, _read_plan(config))
-    scope = scalar_setting(config, "scope")
-    treated = tasks.apply_scope(treated, scope, planner.options)
-    planner._tensors[:] = [(tensor.weight, tensor.task) for tensor in treated]
+    config, options = planner.config, planner.options
+    settings, task_settings = read_settings(config), read_tasks(config)
+    tasks.warn_of_rounding(tensors, config.dtype, options)
+
+    def resolve(plan: Plan | None) -> list[tasks.PlannedTensor]:
+        treated = tasks.apply_plan(tensors, plan)
+        return tasks.apply_scope(treated, settings["scope"], options)
+
+    plan = None
+    if settings["plan"]:
+        plan = _read_plan(settings["plan"])
+        if task_settings:
+            click.echo("hi_merging: 'plan' is given, so calibration data is not used")
+    elif task_settings:
+        plan = _analyse(planner, tensors, resolve, settings, task_settings)
+    else:
+        click.echo("hi_merging: no calibration data, so the merge is model-wise only")
+    planner._tensors[:] = [(tensor.weight, tensor.task) for tensor in resolve(plan)]
 
 
-def _read_plan(config: Any) -> Plan | None:
-    name = scalar_setting(config, "plan")
-    if not name:
-        return None
+def _analyse(
+    planner: Any,
+    tensors: Any,
+    resolve: Any,
+    settings: dict[str, Any],
+    task_settings: list[TaskSettings],
+) -> Plan:
+    """Make a plan by measuring, write it and say what is in it."""
+    from mergekit_himerging.analysis import session
+    from mergekit_himerging.analysis.cache import write_text
+    from mergekit_himerging.report import summarize
+
+    tokenizer, model_config = _load_output_model(planner)
+    plan = session.make_plan(
+        session.Session(
+            tensors=tensors,
+            resolve=resolve,
+            settings=settings,
+            tasks=task_settings,
+            tokenizer=tokenizer,
+            model_config=model_config,
+            options=planner.options,
+            dtype=planner.config.dtype,
+            folders=[*_recipe_folders(), Path.cwd()],
+        )
+    )
+    click.echo(summarize(plan))
+    out_path = getattr(planner, "himerging_out_path", None)
+    paths = [Path(out_path) / PLAN_FILE] if out_path is not None else []
+    paths += [Path(settings["plan_out"])] if settings["plan_out"] else []
+    for path in paths:
+        write_text(path, plan.to_json())
+        click.echo(f"hi_merging: plan written to {path}")
+    return plan
+
+
+def _load_output_model(planner: Any) -> tuple[Any, Any]:
+    """Load the tokenizer that the merge will have, and its configuration."""
+    import copy
+
+    import transformers
+    from mergekit import merge
+    from mergekit.graph import Executor
+
+    config, options = planner.config, planner.options
+    model_config = copy.deepcopy(planner.out_model_config)
+    if planner._tokenizer_task is not None:
+        ((_, built),) = Executor([planner._tokenizer_task]).run(quiet=True)
+        tokenizer = built.tokenizer
+        pad = config.tokenizer.pad_to_multiple_of if config.tokenizer else None
+        merge._update_config_vocab(
+            model_config, planner.arch_info, tokenizer, pad_to_multiple_of=pad
+        )
+    else:
+        tokenizer = None
+    models = sorted(config.referenced_models(), key=str)
+    models.sort(key=lambda model: model != config.base_model)
+    loaded = {}
+    for model in models:
+        try:
+            loaded[model] = transformers.AutoTokenizer.from_pretrained(
+                model.model.path,
+                revision=model.model.revision,
+                trust_remote_code=options.trust_remote_code,
+            )
+        except (OSError, ValueError):
+            LOG.warning("hi_merging: '%s' has no tokenizer", model)
+    if tokenizer is None:
+        if not loaded:
+            raise RecipeError("no model has a tokenizer; add one to the base's folder")
+        first = next(iter(loaded))
+        tokenizer = loaded[first]
+        if first != config.base_model:
+            LOG.warning("hi_merging: the tokenizer of '%s' is used", first)
+    merge._set_chat_template(tokenizer, config, options.trust_remote_code)
+    for model, other in loaded.items():
+        if not tokenizer.chat_template and other.chat_template:
+            tokenizer.chat_template = other.chat_template
+            if model != config.base_model:
+                LOG.warning("hi_merging: the chat template of '%s' is used", model)
+    return tokenizer, model_config
+
+
+def _remove_empty(folder: str) -> None:
+    """Remove the folder that a failed merge has made, where nothing was written."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        LOG.debug("'%s' is kept", folder)
+
+
+def _read_plan(name: str) -> Plan:
     tried = [folder / name for folder in (*_recipe_folders(), Path.cwd())]
     path = next((path for path in tried if path.exists()), None)
     if path is None:
@@ -297,12 +421,12 @@ def _check_recipe(config: Any, source: str | None) -> None:
                 # `name` belongs to the documents of mergekit-multi.
                 named = {k: v for k, v in document.items() if k != "name"}
                 problems += check_document(named, type(config))
-    problems += check_config(config)
-    _raise(problems)
+                problems += check_config(type(config).model_validate(named))
+    _raise(problems or check_config(config))
 
 
 @functools.lru_cache(maxsize=1)
-def _check_flat_recipe(path: str) -> None:
+def _check_flat_recipe(path: str, changed: int) -> None:
     """Check the recipe of `mergekit-pytorch`, which never meets the planner."""
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
@@ -312,8 +436,6 @@ def _check_flat_recipe(path: str) -> None:
     mappings = [config.parameters or {}, *(m.parameters or {} for m in config.models)]
     for mapping in mappings:
         for name, value in mapping.items():
-            if name in NOT_YET:
-                raise RecipeError(f"'{name}' analyses whole models, {NEEDS_PLANNER}")
             if name in PARAMETERS:
                 refuse_whole_merge(name, value)
     _raise(
@@ -330,15 +452,26 @@ def _check_models(config: Any, options: Any) -> None:
         role = "base model" if model == config.base_model else "model"
         adapter = model.lora.path if model.lora is not None else ""
         if _looks_local(adapter) and not os.path.exists(adapter):
-            problems.append(f"adapter '{adapter}' of {role} '{model}' does not exist")
+            problems.append(
+                f"adapter '{adapter}' of {role} '{model}' does not exist; "
+                "mend the path, which is relative to the working directory"
+            )
         if _looks_local(model.model.path) and not os.path.exists(model.model.path):
-            problems.append(f"{role} '{model.model.path}' does not exist")
+            problems.append(
+                f"{role} '{model.model.path}' does not exist; "
+                "mend the path, which is relative to the working directory"
+            )
             continue
         try:
             model.config(trust_remote_code=options.trust_remote_code)
         except (OSError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
-            problems.append(f"{role} '{model.model}' cannot be loaded: {reason}")
+            problems.append(
+                f"{role} '{model.model}' cannot be loaded: {reason}"
+                if os.path.exists(model.model.path)
+                else f"{role} '{model.model}' is no folder in the working directory "
+                f"and cannot be loaded from a hub either: {reason}"
+            )
     _raise(problems)
 
 

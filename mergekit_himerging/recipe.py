@@ -6,105 +6,26 @@ recipe is spelled. Functions return all problems that they see, as sentences.
 """
 
 import difflib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import click
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
-METHOD_NAME = "hi_merging"
+from mergekit_himerging.parameters import (
+    FOREIGN,
+    METHOD_NAME,
+    PAPER,
+    PARAMETERS,
+    Parameter,
+    add_place,
+    check_value,
+)
 
 Level = Literal["recipe", "group", "model"]
 """Where ``parameters`` stand: at the top, in a slice or module, in a model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of the method.
-
-    Attributes:
-        name: as written in a recipe.
-        type: what MergeKit validates a value against.
-        default: what an absent value means.
-        per_model: bound to each model but the base, else shared by all.
-        low, high: bounds of a number, inclusive.
-        choices: the allowed words.
-        whole_merge: needs MergeKit's planner; one value for the whole recipe.
-        hint: what a value out of bounds most likely meant.
-    """
-
-    name: str
-    type: Any
-    default: float | bool | str | None
-    per_model: bool = False
-    low: float = -math.inf
-    high: float = math.inf
-    choices: tuple[str, ...] = ()
-    whole_merge: bool = False
-    hint: str = ""
-
-
-PARAMETERS: Mapping[str, Parameter] = {
-    parameter.name: parameter
-    for parameter in (
-        Parameter("weight", float | None, None, per_model=True),
-        Parameter(
-            "density",
-            float,
-            1.0,
-            per_model=True,
-            low=0,
-            high=1,
-            hint="it is the share of entries kept",
-        ),
-        Parameter(
-            "scale",
-            float,
-            1.0,
-            per_model=True,
-            low=0,
-            high=1,
-            hint="it is the factor on the kept entries",
-        ),
-        Parameter(
-            "consensus",
-            Literal["none", "sum", "count"],
-            "none",
-            choices=("none", "sum", "count"),
-        ),
-        Parameter("normalize", bool, False),
-        Parameter("lambda", float, 1.0),
-        Parameter(
-            "scope",
-            Literal["tensor", "layer", "model"],
-            "tensor",
-            choices=("tensor", "layer", "model"),
-            whole_merge=True,
-        ),
-        Parameter("plan", str, "", whole_merge=True),
-    )
-}
-
-NOT_YET = frozenset({"calibration", "metric", "samples", "preset"})
-"""Parameters of the contribution analysis, which this version does not have."""
-
-FOREIGN = {
-    "int8_mask": "it saves memory in MergeKit's own methods and is not needed here",
-    "rescale": "set 'scale' per model instead",
-    "gamma": "it drops the largest entries in 'breadcrumbs'; hi_merging keeps them",
-    "epsilon": "it belongs to 'della'",
-    "t": "it belongs to 'slerp'",
-    "select_topk": "it belongs to 'sce'",
-}
-"""Parameters of MergeKit's other methods, as they stand in recipes that are adapted."""
-
-
-class RecipeError(click.ClickException, ValueError):
-    """Something that the user can mend: one line and exit code 1 from a command."""
 
 
 def check_document(raw: object, model: type[BaseModel]) -> list[str]:
@@ -151,7 +72,8 @@ def find_repeated_keys(text: str) -> list[str]:
             for value in node.value:
                 visit(value)
 
-    for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+    # A list keeps all nodes alive, so that no two of them share an id.
+    for document in list(yaml.compose_all(text, Loader=yaml.SafeLoader)):
         if document is not None:
             visit(document)
     return problems
@@ -190,36 +112,7 @@ def check_config(config: Any) -> list[str]:
                 problem = _check_setting(PARAMETERS[name], setting, where)
             if problem is not None:
                 problems.append(problem)
-    return problems
-
-
-def check_value(parameter: Parameter, value: object) -> object:
-    """Validate one scalar of a recipe.
-
-    Returns:
-        The value in the parameter's type.
-
-    Raises:
-        ValueError: it has another type or is out of bounds; the bare fact.
-    """
-    if parameter.choices:
-        if value not in parameter.choices:
-            allowed = ", ".join(parameter.choices)
-            raise ValueError(
-                f"{parameter.name} must be one of {allowed}, got {value!r}"
-            )
-        return value
-    is_number = parameter.type in (float, float | None)
-    if is_number and isinstance(value, bool):
-        raise ValueError(f"{parameter.name} must be a number, got {value}")
-    try:
-        checked = TypeAdapter(parameter.type).validate_python(value)
-    except ValidationError as error:
-        wanted = {bool: "true or false", str: "a text"}.get(parameter.type, "a number")
-        raise ValueError(f"{parameter.name} must be {wanted}, got {value!r}") from error
-    if is_number and checked is not None:
-        _check_bounds(parameter, checked)
-    return checked
+    return problems or list(_check_analysis(config))
 
 
 def resolve_model(model: str) -> tuple[str, ...]:
@@ -230,30 +123,114 @@ def resolve_model(model: str) -> tuple[str, ...]:
     )
 
 
-def scalar_setting(config: Any, name: str) -> Any:
-    """Read a whole-merge parameter, which ``check_config`` held to one place."""
-    value = (config.parameters or {}).get(name, PARAMETERS[name].default)
-    return check_value(PARAMETERS[name], value)
+@dataclass(frozen=True, slots=True)
+class TaskSettings:
+    """What a recipe says of one model's task.
+
+    Attributes:
+        model: the model, as the recipe spells it.
+        calibration: a file or a hub dataset.
+        metric: ``loss`` or ``accuracy``.
+        samples: how many rows are used at most.
+    """
+
+    model: str
+    calibration: str
+    metric: Literal["loss", "accuracy"]
+    samples: int
 
 
-def _check_bounds(parameter: Parameter, value: float) -> None:
-    if parameter.low <= value <= parameter.high and math.isfinite(value):
-        return
-    if math.isinf(parameter.low):
-        raise ValueError(f"{parameter.name} must be a finite number, got {value:g}")
-    fact = f"{parameter.name} must be in [{parameter.low:g}, {parameter.high:g}]"
-    remedy = parameter.hint
-    if 2 <= value <= 100:
-        remedy += f", so {value:g} percent is {value / 100:g}"
-    raise ValueError(f"{fact}, got {value:g}; {remedy}")
+def read_settings(config: Any) -> dict[str, Any]:
+    """Read the parameters that hold for the whole merge.
+
+    Args:
+        config: a ``MergeConfiguration`` that passed ``check_config``.
+
+    Returns:
+        Value by name, defaults and ``preset`` applied; per-model ones are left out.
+    """
+    given = config.parameters or {}
+    preset = PAPER if given.get("preset") == "paper" else {}
+    settings: dict[str, Any] = {}
+    for name, parameter in PARAMETERS.items():
+        if parameter.whole_merge and not parameter.per_model:
+            value = {name: parameter.default, **preset, **given}[name]
+            settings[name] = None if value is None else check_value(parameter, value)
+    return settings
+
+
+def read_tasks(config: Any) -> list[TaskSettings]:
+    """Read each model's task.
+
+    Args:
+        config: a ``MergeConfiguration`` that passed ``check_config``.
+
+    Returns:
+        One per model with calibration data, sorted by model.
+    """
+    shared = config.parameters or {}
+    tasks = {}
+    for model, settings in _model_settings(config):
+        if settings.get("calibration"):
+            values = {
+                name: check_value(
+                    PARAMETERS[name],
+                    settings.get(name, shared.get(name, PARAMETERS[name].default)),
+                )
+                for name in ("calibration", "metric", "samples")
+            }
+            tasks[model] = TaskSettings(model, **values)  # type: ignore[arg-type]
+    return [tasks[model] for model in sorted(tasks)]
+
+
+def _check_analysis(config: Any) -> Iterator[str]:
+    """Check that the parameters of the contribution analysis go together."""
+    tasks: dict[str, set[str]] = {}
+    for model, settings in _model_settings(config):
+        files = tasks.setdefault(model, set())
+        files |= (
+            {str(settings["calibration"])} if settings.get("calibration") else set()
+        )
+    without = sorted(model for model, files in tasks.items() if not files)
+    if without and len(without) < len(tasks):
+        yield (
+            f"every model must have 'calibration' or none, got none for {without}; "
+            "name a file under the 'parameters' of each model"
+        )
+    for model, files in sorted(tasks.items()):
+        if len(files) > 1:
+            yield f"'calibration' of '{model}' must be one file, got {sorted(files)}"
+    given = config.parameters or {}
+    mappings = [given, *(settings for _, settings in _model_settings(config))]
+    idle = sorted(
+        {name for mapping in mappings for name in mapping if PARAMETERS[name].analysis}
+    )
+    if idle and len(without) == len(tasks) and "plan" not in given:
+        yield (
+            f"{idle} must come with calibration data, got none; name a file as "
+            "'calibration' under the 'parameters' of each model, or remove them"
+        )
+    if given.get("preset") == "paper":
+        for name, value in PAPER.items():
+            if name in given and given[name] != value:
+                yield (
+                    f"'preset: paper' must keep {name} at {value}, got {given[name]}; "
+                    "remove one of the two"
+                )
+
+
+def _model_settings(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each model but the base with its own ``parameters``, slice by slice."""
+    for _, item in _direct_models(config):
+        if item.model != config.base_model:
+            yield str(item.model), item.parameters or {}
+    for _, output_slice in _slices(config):
+        for source in output_slice.sources:
+            if source.model != (output_slice.base_model or config.base_model):
+                yield str(source.model), source.parameters or {}
 
 
 def _check_name(name: str, level: Level, where: str, *, is_base: bool) -> str | None:
-    if name in NOT_YET:
-        return (
-            f"'{name}' belongs to the contribution analysis, which this version does "
-            f"not have ({where}); remove it for the model-wise merge"
-        )
     parameter = PARAMETERS.get(name)
     if parameter is None:
         remedy = FOREIGN.get(name) or _suggest(name, PARAMETERS)
@@ -268,7 +245,12 @@ def _check_name(name: str, level: Level, where: str, *, is_base: bool) -> str | 
             f"'{name}' is shared by all models and ignored under one ({where}); "
             "move it to the 'parameters' at the top of the recipe"
         )
-    if parameter.whole_merge and level != "recipe":
+    if name == "calibration" and level != "model":
+        return (
+            f"'calibration' must be one file per model, got one for all ({where}); "
+            "move it under the 'parameters' of each model"
+        )
+    if parameter.whole_merge and level == "group":
         return (
             f"'{name}' holds for the whole merge ({where}); "
             "move it to the 'parameters' at the top of the recipe"
@@ -289,8 +271,7 @@ def _check_setting(parameter: Parameter, setting: Any, where: str) -> str | None
         try:
             check_value(parameter, value)
         except ValueError as error:
-            fact, _, remedy = str(error).partition("; ")
-            return f"{fact} ({where})" + (f"; {remedy}" if remedy else "")
+            return add_place(error, where)
     return None
 
 
@@ -335,7 +316,7 @@ def _groups(config: Any) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
 
 
 def _check_members(base: Any, members: list[tuple[str, Any]]) -> Iterator[str]:
-    """Find models that would count twice, also where a folder is spelled in two ways."""
+    """Find models that would count twice, also under two spellings of a folder."""
     seen: dict[tuple[str, ...], str] = {}
     for where, model in members:
         resolved = resolve_model(str(model))
@@ -399,11 +380,13 @@ def _parameter_mappings(
 
 
 def _unknown_key(key: str, where: str) -> str:
-    if key in PARAMETERS or key in NOT_YET or key in FOREIGN:
+    if key in PARAMETERS or key in FOREIGN:
         return (
             f"'{key}' is a parameter and dropped by MergeKit there ({where}); "
             "move it under 'parameters:'"
         )
+    if key in RECIPE_KEYS:
+        return f"'{key}' has no effect there ({where}); move it or remove it"
     remedy = _suggest(key, (*RECIPE_KEYS, *PARAMETERS))
     if any(f"'{name}'" in remedy for name in PARAMETERS):
         remedy = remedy.removesuffix("?") + " under 'parameters:'?"
@@ -425,7 +408,7 @@ def _suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def _dropped_keys(raw: object, read: object, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a raw recipe, and their places, that ``read`` has no field for."""
+    """Yield the raw keys, and their places, that ``read`` has no field for."""
     if isinstance(raw, Mapping) and isinstance(read, BaseModel):
         model = getattr(read, "model", None)
         place = f"{where} '{model}'" if model is not None else where

@@ -22,8 +22,8 @@ from mergekit.options import MergeOptions
 
 from mergekit_himerging.kernel import compute_delta, widen
 from mergekit_himerging.method import CUT
+from mergekit_himerging.parameters import PARAMETERS, RecipeError, add_place
 from mergekit_himerging.plan import Factors, Plan
-from mergekit_himerging.recipe import PARAMETERS, RecipeError
 from mergekit_himerging.scope import Request, find_scope_cuts
 
 LOG = logging.getLogger(__name__)
@@ -61,10 +61,16 @@ class PlannedTensor:
         self, changes: Mapping[ModelReference, Mapping[str, Any]]
     ) -> "PlannedTensor":
         """Return the tensor with per-model values set and whole-merge ones consumed."""
+        consumed = [p for p in PARAMETERS.values() if p.whole_merge]
         shared = dict(self.task.parameters.items())
-        shared |= {p.name: p.default for p in PARAMETERS.values() if p.whole_merge}
+        shared |= {p.name: p.default for p in consumed if not p.per_model}
+        spent = {p.name: p.default for p in consumed if p.per_model}
         per_model = {
-            model: immutables.Map({**dict(values.items()), **changes.get(model, {})})
+            model: immutables.Map(
+                {**dict(values.items()), **spent, **changes.get(model, {})}
+                if model != self.task.base_model
+                else dict(values.items())
+            )
             for model, values in self.task.input_parameters.items()
         }
         task = self.task.model_copy(
@@ -207,7 +213,8 @@ def read_deltas(
         try:
             deltas[str(model)] = compute_delta(str(model), tuned.to(device), wide_base)
         except ValueError as error:
-            raise RecipeError(f"{error} (tensor '{tensor.weight.name}')") from error
+            place = f"tensor '{tensor.weight.name}'"
+            raise RecipeError(add_place(error, place)) from error
     return deltas
 
 
@@ -250,10 +257,12 @@ def _densities(tensor: PlannedTensor) -> dict[str, float]:
     return {str(model): tensor.value(model, "density") for model in tensor.experts}
 
 
-def _fit_plan(
-    tensors: Sequence[PlannedTensor], plan: Plan
-) -> Mapping[tuple[int, str], Factors]:
-    """Check that the plan was made for these tensors and look up its factors."""
+def describe_merge(tensors: Sequence[PlannedTensor]) -> tuple[str, list[str], int]:
+    """Name the base and the models of a merge, and count its layers.
+
+    Raises:
+        RecipeError: there are several bases, or several stacks of layers.
+    """
     bases = {str(tensor.task.base_model) for tensor in tensors}
     depths = {
         tensor.module: 1
@@ -263,11 +272,19 @@ def _fit_plan(
     }
     if len(bases) != 1 or len(depths) != 1:
         raise RecipeError(
-            "a plan must meet one base and one stack of layers, "
-            f"got bases {sorted(bases)} and layers {depths}; merge without 'plan:'"
+            "a plan must meet one base and one stack of layers, got bases "
+            f"{sorted(bases)} and layers {depths}; merge without plan and calibration"
         )
     models = sorted({str(model) for tensor in tensors for model in tensor.experts})
     (base,), (n_layers,) = bases, depths.values()
+    return base, models, n_layers
+
+
+def _fit_plan(
+    tensors: Sequence[PlannedTensor], plan: Plan
+) -> Mapping[tuple[int, str], Factors]:
+    """Check that the plan was made for these tensors and look up its factors."""
+    base, models, n_layers = describe_merge(tensors)
     try:
         plan.check_fit(base=base, models=models, n_layers=n_layers)
     except ValueError as error:

@@ -112,6 +112,12 @@ def make_recipe(zoo: Path, *experts: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tensors here are so small that threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 RunRecipe = Callable[..., Result]
 
 

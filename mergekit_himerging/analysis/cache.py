@@ -1,0 +1,97 @@
+"""Plans of earlier analyses, found again by everything that went into them.
+
+A plan is reused only where its fingerprint is the same: settings, resolved values of
+every tensor, token ids of the calibration data, versions, and what is cheap to read of
+the models: names, sizes and times of their files, and hashes of safetensors headers,
+indexes, configs and adapters' configs. A file that is changed in place without a change
+of size or time is not noticed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mergekit_himerging.plan import Plan, read_plan
+
+VERSIONED = ("mergekit-himerging", "mergekit", "transformers", "torch")
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+def read_versions() -> dict[str, str]:
+    """Read the versions of the packages that a measurement depends on."""
+    return {name: version(name) for name in VERSIONED}
+
+
+def hash_model(folders: Iterable[Path]) -> str:
+    """Hash what is cheap to read of a model's files, as sha256 hex.
+
+    Args:
+        folders: the model's folder, and its adapter's.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if not path.is_file():
+                continue
+            if path.suffix in (".safetensors", ".bin", ".pt"):
+                stat = path.stat()
+                digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+            if path.suffix == ".safetensors":
+                digest.update(_read_header(path))
+            elif path.suffix in (".json", ".model", ".txt", ".jinja"):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def make_fingerprint(content: Mapping[str, Any]) -> str:
+    """Hash everything that a plan depends on, as sha256 hex."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_plan(fingerprint: str) -> Plan | None:
+    """Return the plan of an earlier analysis with this fingerprint."""
+    path = _cache_folder() / f"{fingerprint}.json"
+    if not path.is_file():
+        return None
+    try:
+        return read_plan(path)
+    except ValueError:  # of another version, or damaged: it is measured again
+        return None
+
+
+def keep_plan(fingerprint: str, plan: Plan) -> Path:
+    """Keep a plan for later runs; returns its file."""
+    path = _cache_folder() / f"{fingerprint}.json"
+    write_text(path, plan.to_json())
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all, making its folder where needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _cache_folder() -> Path:
+    chosen = os.environ.get("MERGEKIT_HIMERGING_CACHE")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "mergekit-himerging"
+
+
+def _read_header(path: Path) -> bytes:
+    """Read a safetensors file's header: eight bytes of length, then JSON."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return file.read(min(size, MAX_HEADER_BYTES))

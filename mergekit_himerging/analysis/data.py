@@ -1,0 +1,124 @@
+"""Each model's calibration setting -> the probes of its task, in two parts.
+
+Invariant: the samples that choose treatments and those that accept them are apart, and
+which ones they are depends on content and seed alone.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mergekit_himerging.analysis.calibration import (
+    Batch,
+    Row,
+    Sample,
+    Tokenized,
+    choose_rows,
+    hash_rows,
+    make_batches,
+    read_rows,
+    tokenize_rows,
+)
+from mergekit_himerging.recipe import TaskSettings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probes:
+    """Samples and the batches that hold them."""
+
+    samples: tuple[Sample, ...]
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskData:
+    """One task, ready to be measured.
+
+    Attributes:
+        settings: what the recipe says.
+        rows_sha256: of the rows used.
+        choosing: decide the treatments.
+        accepting: judge them; may be empty.
+        tokenized: counts over both.
+    """
+
+    settings: TaskSettings
+    rows_sha256: str
+    choosing: Probes
+    accepting: Probes
+    tokenized: Tokenized
+
+    @property
+    def tokens_sha256(self) -> str:
+        """Hash of all token ids, so of rows, tokenizer and template."""
+        digest = hashlib.sha256()
+        for sample in (*self.choosing.samples, *self.accepting.samples):
+            digest.update(repr((sample.answer, sample.options)).encode())
+        return digest.hexdigest()
+
+
+def read_task(
+    settings: TaskSettings,
+    *,
+    folders: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    accept_share: float,
+    seed: int,
+    max_length: int,
+    vocab_size: int,
+    max_tokens: int,
+) -> TaskData:
+    """Read, choose, tokenise and batch one task's calibration data.
+
+    Args:
+        settings: what to read.
+        folders: where a relative path is looked for, in order.
+        tokenizer: the output model's.
+        accept_share: share of the rows that accept, in [0, 1); one row always chooses.
+        seed: of the choice of rows.
+        max_length: tokens that the model takes.
+        vocab_size: token ids that it has.
+        max_tokens: cells of a batch.
+
+    Raises:
+        ValueError: the data cannot be used; the message names file and line.
+    """
+    rows = choose_rows(
+        read_rows(settings.calibration, folders), samples=settings.samples, seed=seed
+    )
+    n_accepting = min(int(accept_share * len(rows)), len(rows) - 1)
+    parts = (rows[n_accepting:], rows[:n_accepting])
+
+    def tokenize(part: Sequence[Row]) -> Tokenized:
+        return tokenize_rows(
+            part,
+            tokenizer,
+            metric=settings.metric,
+            max_length=max_length,
+            vocab_size=vocab_size,
+        )
+
+    choosing, accepting = (tokenize(part) for part in parts)
+    pad = tokenizer.pad_token_id
+    probes = [
+        Probes(
+            part.samples,
+            make_batches(part.samples, max_tokens=max_tokens, pad_id=pad or 0),
+        )
+        for part in (choosing, accepting)
+    ]
+    return TaskData(
+        settings=settings,
+        rows_sha256=hash_rows(rows),
+        choosing=probes[0],
+        accepting=probes[1],
+        tokenized=Tokenized(
+            samples=choosing.samples + accepting.samples,
+            n_truncated=choosing.n_truncated + accepting.n_truncated,
+            n_tokens=choosing.n_tokens + accepting.n_tokens,
+            n_targets=choosing.n_targets + accepting.n_targets,
+        ),
+    )

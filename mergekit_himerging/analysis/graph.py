@@ -1,0 +1,148 @@
+"""Planned MergeKit tasks -> the weights of one layer, as the streams want them.
+
+Invariant: what MergeKit loads is what is measured (adapters, shards, permuted
+vocabularies, slices), and it is merged by the kernel that will write it. One layer of
+base and models is in memory at a time, one small Executor for each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.graph import Executor, Task
+
+from mergekit_himerging.analysis.jobs import Variants
+from mergekit_himerging.kernel import (
+    Part,
+    compute_delta,
+    find_cut,
+    merge_tensor,
+    widen,
+)
+from mergekit_himerging.method import CUT
+from mergekit_himerging.parameters import RecipeError, add_place
+from mergekit_himerging.tasks import PlannedTensor
+
+Reference = Literal["full", "same_weight"]
+"""What the merge is compared with: the whole single model, or at its merge weight."""
+
+
+class PlannedWeights:
+    """Loads and merges one layer of a planned merge.
+
+    Args:
+        tensors: all planned tensors, with their final values.
+        device: where deltas are pruned and merged.
+        reference: what the single models are.
+        only_merged: leave the base and the single models out.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[PlannedTensor],
+        *,
+        device: torch.device,
+        reference: Reference,
+        only_merged: bool = False,
+    ) -> None:
+        self._device = device
+        self._reference = reference
+        self._only_merged = only_merged
+        self._by_layer: dict[int | None, list[PlannedTensor]] = {}
+        for tensor in tensors:
+            self._by_layer.setdefault(tensor.layer, []).append(tensor)
+        self._models = {str(model) for t in tensors for model in t.experts}
+
+    def load(self, layer: int | None) -> Variants:
+        """Load one block, or with None what lies outside the blocks.
+
+        Raises:
+            RecipeError: a tensor cannot be merged; the message names it.
+        """
+        members = {
+            cast(Task[Any], tensor.task.gather_tensors): tensor
+            for tensor in self._by_layer.get(layer, ())
+        }
+        found = Variants(base={}, singles={m: {} for m in self._models}, merged={})
+        for gather, loaded in Executor(list(members)).run(quiet=True):
+            tensor = members[gather]
+            try:
+                self._add(tensor, loaded, found)
+            except ValueError as error:
+                place = f"tensor '{tensor.weight.name}'"
+                raise RecipeError(add_place(error, place)) from error
+        return found
+
+    def _add(
+        self,
+        tensor: PlannedTensor,
+        loaded: Mapping[ModelReference, torch.Tensor],
+        found: Variants,
+    ) -> None:
+        """Merge one tensor in every way and put the results where they belong."""
+        name = tensor.weight.name
+        base_model = tensor.task.base_model
+        base = loaded.get(base_model) if base_model is not None else None
+        if base is None:
+            return
+        dtype = base.dtype
+        for value in loaded.values():
+            dtype = torch.promote_types(dtype, value.dtype)
+        base = base.to(self._device, dtype)
+        parts = {}
+        if base.is_floating_point():
+            parts = {
+                str(model): self._part(tensor, model, loaded[model].to(base), base)
+                for model in sorted(tensor.experts, key=str)
+                if model in loaded
+            }
+        shared = tensor.task.parameters
+        normalize, strength = shared["normalize"], shared["lambda"]
+        found.merged[name] = merge_tensor(
+            base,
+            list(parts.values()),
+            consensus=shared["consensus"],
+            normalize=normalize,
+            strength=strength,
+        )
+        if self._only_merged:
+            return
+        found.base[name] = base
+        divisor = sum(part.weight for part in parts.values()) if normalize else 1.0
+        for model, weights in found.singles.items():
+            part = parts.get(model)
+            if part is None:
+                weights[name] = base
+                continue
+            weight = 1.0
+            if self._reference == "same_weight":
+                weight = part.weight * strength / divisor
+            weights[name] = merge_tensor(base, [replace(part, weight=weight)])
+
+    def _part(
+        self,
+        tensor: PlannedTensor,
+        model: ModelReference,
+        tuned: torch.Tensor,
+        base: torch.Tensor,
+    ) -> Part:
+        """Make one model's part, its cut found once for all the merges it goes into."""
+        if tuned.shape != base.shape:
+            raise ValueError(
+                f"models must agree in shape, got {list(base.shape)} in the base and "
+                f"{list(tuned.shape)} in '{model}'"
+            )
+        part = Part(
+            name=str(model),
+            tuned=tuned,
+            weight=tensor.value(model, "weight"),
+            density=tensor.value(model, "density"),
+            scale=tensor.value(model, "scale"),
+            cut=tensor.value(model, CUT),
+        )
+        if part.cut is None and not part.keeps_all:
+            delta = compute_delta(part.name, tuned, widen(base))
+            part = replace(part, cut=find_cut(delta, part.density))
+        return part

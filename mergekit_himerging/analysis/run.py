@@ -1,0 +1,389 @@
+"""The whole analysis: probes and planned tensors -> scores -> treatments -> guard.
+
+Invariant: nothing of what is decided here touches a tensor; the outcome is a plan, and
+the merge reads the plan.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mergekit_himerging.analysis.calibration import score_samples
+from mergekit_himerging.analysis.contribution import (
+    Contribution,
+    FloatArray,
+    Resolution,
+    Rules,
+    TaskScores,
+    measure_layers,
+    recovered_gain,
+    resolve_conflicts,
+)
+from mergekit_himerging.analysis.data import Probes, TaskData
+from mergekit_himerging.analysis.graph import PlannedWeights, Reference
+from mergekit_himerging.analysis.jobs import Depth, Job, Measured
+from mergekit_himerging.analysis.replay import Replay
+from mergekit_himerging.analysis.streams import Progress, run_jobs
+from mergekit_himerging.plan import Plan, Treatment
+from mergekit_himerging.scores import (
+    GuardReport,
+    LayerScores,
+    TaskReport,
+    WholeScores,
+)
+from mergekit_himerging.tasks import PlannedTensor
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+"""Largest difference of the self-check, in nats; 0.05 in shorter dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisSettings:
+    """How a merge is analysed.
+
+    Attributes:
+        rules: how conflicts are resolved.
+        rounds: how often the merge is analysed and treated, at most.
+        reference: what the single models are.
+        guard: whether the plain merge may be put back.
+        memory: bytes that hidden states may take.
+    """
+
+    rules: Rules
+    rounds: int
+    reference: Reference
+    guard: Literal["keep_better", "report"]
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an analysis runs on.
+
+    Attributes:
+        resolve: a plan, or None for the plain merge -> planned tensors with their final
+            values.
+        make_replay: makes a model to run.
+        device: where deltas are merged.
+        progress: told of block forwards done.
+    """
+
+    resolve: Callable[[Plan | None], Sequence[PlannedTensor]]
+    make_replay: Callable[[], Replay]
+    device: torch.device
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Whole:
+    """Per-sample scores of whole models on one set of samples, each ``[n]``."""
+
+    base: FloatArray
+    single: FloatArray
+    merged: FloatArray
+
+
+def analyse_merge(
+    skeleton: Plan,
+    tasks: Sequence[TaskData],
+    settings: AnalysisSettings,
+    engine: Engine,
+) -> Plan:
+    """Measure a planned merge and decide what to do with every (layer, model).
+
+    Args:
+        skeleton: a plan without treatments: base, models, layers, settings.
+        tasks: one for each model.
+        settings: how.
+        engine: on what.
+
+    Returns:
+        The plan, with scores and with the treatments that are to be merged.
+
+    Raises:
+        ValueError: the models cannot be analysed, or their tasks not be compared.
+    """
+    layers, accepting = _measure_layers(tasks, settings, engine, engine.resolve(None))
+    contributions = [measure_layers(scores) for scores in layers]
+    resolution = resolve_conflicts(contributions, settings.rules)
+    treatments = _treat(skeleton, resolution, {})
+    choosing = {s.model: _Whole(s.base, s.single, s.merged) for s in layers}
+    treated = _score_treated(skeleton, treatments, tasks, settings, engine)
+    best = _mean_score(choosing, {m: t[0] for m, t in treated.items()}, settings)
+    for _ in range(1, settings.rounds):
+        plan = skeleton.model_copy(update={"treatments": treatments})
+        again, _ = _measure_layers(tasks, settings, engine, engine.resolve(plan))
+        resolution = resolve_conflicts(
+            [measure_layers(scores) for scores in again], settings.rules
+        )
+        more = _treat(skeleton, resolution, {(t.layer, t.model): t for t in treatments})
+        if more == treatments:
+            break
+        scores = _score_treated(skeleton, more, tasks, settings, engine)
+        score = _mean_score(choosing, {m: s[0] for m, s in scores.items()}, settings)
+        if score <= best:
+            break
+        best, treatments, treated = score, more, scores
+    guard = _judge(accepting, {m: t[1] for m, t in treated.items()}, settings)
+    if guard.acted:
+        treatments = _put_back(treatments)
+    reports = tuple(
+        _report(task, contribution, choosing, accepting, treated)
+        for task, contribution in zip(tasks, contributions, strict=True)
+    )
+    first = resolve_conflicts(contributions, settings.rules)
+    return skeleton.model_copy(
+        update={
+            "treatments": treatments,
+            "order": first.order,
+            "tasks": reports,
+            "guard": guard,
+        }
+    )
+
+
+def _measure_layers(
+    tasks: Sequence[TaskData],
+    settings: AnalysisSettings,
+    engine: Engine,
+    tensors: Sequence[PlannedTensor],
+) -> tuple[list[TaskScores], dict[str, _Whole]]:
+    """Measure every layer on the choosing samples, whole models on the accepting."""
+    jobs: list[Job] = []
+    for task in tasks:
+        jobs += _jobs(task.settings.model, task.choosing, "layers")
+        jobs += _jobs(task.settings.model, task.accepting, "fronts")
+    replay_dtype = engine.make_replay().dtype
+    measured = run_jobs(
+        jobs,
+        PlannedWeights(tensors, device=engine.device, reference=settings.reference),
+        engine.make_replay,
+        memory=settings.memory,
+        progress=engine.progress,
+        tolerance=TOLERANCE.get(replay_dtype, 0.05),
+    )
+    results = iter(measured)
+    layers, accepting = [], {}
+    for task in tasks:
+        chosen = [next(results) for _ in task.choosing.batches]
+        accepted = [next(results) for _ in task.accepting.batches]
+        fields = (
+            *("base", "single", "merged", "removed_single", "added_single"),
+            *("removed_merged", "added_merged"),
+        )
+        layers.append(
+            TaskScores(
+                model=task.settings.model,
+                **{f: _score(task, task.choosing, chosen, f) for f in fields},
+            )
+        )
+        accepting[task.settings.model] = _Whole(
+            *(_score(task, task.accepting, accepted, f) for f in fields[:3])
+        )
+    return layers, accepting
+
+
+def _score_treated(
+    skeleton: Plan,
+    treatments: tuple[Treatment, ...],
+    tasks: Sequence[TaskData],
+    settings: AnalysisSettings,
+    engine: Engine,
+) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """Score the treated merge on the choosing and on the accepting samples."""
+    plan = skeleton.model_copy(update={"treatments": treatments})
+    jobs: list[Job] = []
+    for task in tasks:
+        jobs += _jobs(task.settings.model, task.choosing, "merged")
+        jobs += _jobs(task.settings.model, task.accepting, "merged")
+    weights = PlannedWeights(
+        engine.resolve(plan),
+        device=engine.device,
+        reference=settings.reference,
+        only_merged=True,
+    )
+    results = iter(
+        run_jobs(
+            jobs,
+            weights,
+            engine.make_replay,
+            memory=settings.memory,
+            progress=engine.progress,
+        )
+    )
+    scores = {}
+    for task in tasks:
+        chosen = [next(results) for _ in task.choosing.batches]
+        accepted = [next(results) for _ in task.accepting.batches]
+        scores[task.settings.model] = (
+            _score(task, task.choosing, chosen, "merged"),
+            _score(task, task.accepting, accepted, "merged"),
+        )
+    return scores
+
+
+def _jobs(model: str, probes: Probes, depth: Depth) -> list[Job]:
+    return [Job(model, batch, depth) for batch in probes.batches]
+
+
+def _score(
+    task: TaskData, probes: Probes, measured: Sequence[Measured], field: str
+) -> FloatArray:
+    """Turn log-probabilities of targets into scores, ``[n]`` or ``[layers, n]``."""
+    if not measured:
+        return np.zeros(0)
+    values = torch.cat([getattr(m, field) for m in measured], dim=-1)
+    rows = values if values.dim() == 2 else values[None]
+    scores = [
+        score_samples(
+            probes.samples, row, probes.batches, metric=task.settings.metric
+        ).numpy()
+        for row in rows
+    ]
+    return np.stack(scores) if values.dim() == 2 else scores[0]
+
+
+def _treat(
+    skeleton: Plan,
+    resolution: Resolution,
+    earlier: Mapping[tuple[int, str], Treatment],
+) -> tuple[Treatment, ...]:
+    """Turn decisions into treatments; an earlier one stays unless this is stronger."""
+    strength = {"keep": 0, "shrink": 1, "drop": 2}
+    treatments = []
+    for decision in resolution.decisions:
+        treatment = Treatment(
+            layer=decision.layer,
+            model=decision.model,
+            action=decision.action,
+            density_factor=decision.density_factor,
+            scale_factor=decision.scale_factor,
+            weight_factor=0.0 if decision.action == "drop" else 1.0,
+            reason=decision.reason,
+        )
+        before = earlier.get((decision.layer, decision.model))
+        if before and strength[before.action] >= strength[treatment.action]:
+            treatment = before
+        treatments.append(treatment)
+    return tuple(treatments)
+
+
+def _put_back(treatments: Sequence[Treatment]) -> tuple[Treatment, ...]:
+    """Keep every delta, and say what was proposed."""
+    return tuple(
+        treatment
+        if treatment.action == "keep"
+        else Treatment(
+            layer=treatment.layer,
+            model=treatment.model,
+            action="keep",
+            reason=f"guard put the plain merge back; proposed was {treatment.action}: "
+            + treatment.reason,
+        )
+        for treatment in treatments
+    )
+
+
+def _gains(whole: Mapping[str, _Whole], settings: AnalysisSettings) -> dict[str, float]:
+    """Return what a task's scores are divided by: its gain, or 1 where raw."""
+    gains = {m: float(np.mean(w.single - w.base)) for m, w in whole.items()}
+    if settings.rules.compare == "raw" or min(gains.values()) <= 0:
+        return dict.fromkeys(gains, 1.0)
+    return gains
+
+
+def _mean_score(
+    choosing: Mapping[str, _Whole],
+    treated: Mapping[str, FloatArray],
+    settings: AnalysisSettings,
+) -> float:
+    gains = _gains(choosing, settings)
+    return float(np.mean([np.mean(treated[m]) / gains[m] for m in choosing]))
+
+
+def _judge(
+    accepting: Mapping[str, _Whole],
+    treated: Mapping[str, FloatArray],
+    settings: AnalysisSettings,
+) -> GuardReport:
+    """Compare the treated merge with the plain one on samples that did not choose."""
+    if any(len(whole.merged) == 0 for whole in accepting.values()):
+        return GuardReport(
+            setting=settings.guard,
+            acted=False,
+            unit="raw",
+            difference=None,
+            reason="no samples were left to judge on: raise samples or accept_share",
+        )
+    gains = _gains(accepting, settings)
+    differences = [
+        float(np.mean(treated[model] - whole.merged)) / gains[model]
+        for model, whole in sorted(accepting.items())
+    ]
+    difference = float(np.mean(differences))
+    in_gains = set(gains.values()) != {1.0}
+    unit = "of the gain" if in_gains else "in score"
+    better = "better" if difference >= 0 else "worse"
+    acted = difference < 0 and settings.guard == "keep_better"
+    return GuardReport(
+        setting=settings.guard,
+        acted=acted,
+        unit="gain" if in_gains else "raw",
+        difference=difference,
+        reason=f"the treated merge is {better} by {abs(difference):.3g} {unit} on "
+        f"samples that did not choose, so the "
+        f"{'plain merge is put back' if acted else 'treated merge is kept'}",
+    )
+
+
+def _report(
+    task: TaskData,
+    contribution: Contribution,
+    choosing: Mapping[str, _Whole],
+    accepting: Mapping[str, _Whole],
+    treated: Mapping[str, tuple[FloatArray, FloatArray]],
+) -> TaskReport:
+    model = task.settings.model
+    chosen = _summarize(choosing[model], treated[model][0])
+    names = (
+        *("removal_single", "addition_single", "removal_merged", "addition_merged"),
+        *("contribution_single", "contribution_merged", "conflict", "conflict_se"),
+    )
+    layers = tuple(
+        LayerScores(
+            layer=layer,
+            **{name: float(getattr(contribution, name)[layer]) for name in names},
+        )
+        for layer in range(contribution.n_layers)
+    )
+    return TaskReport(
+        **chosen.model_dump(),
+        model=model,
+        metric=task.settings.metric,
+        calibration=task.settings.calibration,
+        calibration_sha256=task.rows_sha256,
+        n_tokens=task.tokenized.n_tokens,
+        n_targets=task.tokenized.n_targets,
+        n_truncated=task.tokenized.n_truncated,
+        accepted_on=_summarize(accepting[model], treated[model][1]),
+        layers=layers,
+    )
+
+
+def _summarize(whole: _Whole, treated: FloatArray) -> WholeScores:
+    if len(treated) == 0:
+        return WholeScores(n_samples=0)
+    base, single = float(whole.base.mean()), float(whole.single.mean())
+    merged, after = float(whole.merged.mean()), float(treated.mean())
+    return WholeScores(
+        n_samples=len(treated),
+        score_base=base,
+        score_single=single,
+        score_merged=merged,
+        score_treated=after,
+        recovered_merged=recovered_gain(merged, base, single),
+        recovered_treated=recovered_gain(after, base, single),
+    )

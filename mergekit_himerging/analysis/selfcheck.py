@@ -1,0 +1,127 @@
+"""The check of every analysis: streams against the model's own forward.
+
+Two full forwards, of F and of G, run beside the streams and share their weights as each
+layer is loaded, so that the check costs no second read. Each has a model of its own and
+passes on whatever its blocks hand each other; the streams, interleaved through the same
+blocks, must come to the same log-probabilities.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from mergekit_himerging.analysis.jobs import Job, Measured, Variants
+from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError, Weights
+
+
+class SelfCheck:
+    """Full forwards of one job's batch under F and under G, fed layer by layer.
+
+    Args:
+        make_replay: makes a model to run, one for each forward.
+        job: whose batch is checked.
+        tolerance: largest difference of a log-probability, in nats.
+    """
+
+    def __init__(
+        self, make_replay: Callable[[], Replay], job: Job, tolerance: float
+    ) -> None:
+        self._make_replay = make_replay
+        self._job = job
+        self._tolerance = tolerance
+        self._forwards: dict[str, _Forward] = {}
+
+    def start(self, outer: Variants) -> None:
+        """Begin both forwards; they wait before the first block."""
+        self._forwards = {
+            "base": _Forward(self._make_replay(), outer.base, self._job),
+            "merged": _Forward(self._make_replay(), outer.merged, self._job),
+        }
+
+    def feed(self, layer: int, weights: Variants) -> None:
+        """Take both forwards through one layer."""
+        self._forwards["base"].feed(layer, weights.base)
+        self._forwards["merged"].feed(layer, weights.merged)
+
+    def compare(self, measured: Measured) -> None:
+        """Compare the forwards' log-probabilities with the streams'.
+
+        Raises:
+            UnsupportedModelError: they differ by more than the tolerance.
+        """
+        streams = {"base": measured.base, "merged": measured.merged}
+        for name, forward in self._forwards.items():
+            full, streamed = forward.finish(), streams[name]
+            if streamed is None:
+                continue
+            error = (full - streamed).abs().max().item()
+            if not error <= self._tolerance:
+                raise UnsupportedModelError(
+                    f"{forward.name} cannot be analysed layer by layer: streams differ "
+                    f"from its own forward by {error:.2g} nats under the {name} "
+                    f"weights, more than {self._tolerance:g}; "
+                    "remove 'calibration' for the model-wise merge"
+                )
+
+
+class _Forward:
+    """One full forward in a thread that only runs while its layer is fed."""
+
+    def __init__(self, replay: Replay, outer: Weights, job: Job) -> None:
+        self.name = replay.name
+        self._replay = replay
+        self._outer = replay.pick_outer(outer)
+        self._job = job
+        self._wants: queue.Queue[int | None] = queue.Queue()
+        self._weights: queue.Queue[Weights] = queue.Queue()
+        self._result: torch.Tensor | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._next = self._wants.get()
+
+    def feed(self, layer: int, weights: Weights) -> None:
+        """Run one block and wait until the next one, or the end, is reached."""
+        if self._next != layer:
+            return
+        self._weights.put(self._replay.pick_block(weights, layer))
+        self._next = self._wants.get()
+
+    def finish(self) -> torch.Tensor:
+        """Return the log-probabilities of the targets, ``[targets]``, float64.
+
+        Raises:
+            UnsupportedModelError: the model did not ask for its blocks in order.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise UnsupportedModelError(
+                f"{self.name} must run its blocks once each and in order, "
+                f"got stuck before block {self._next}"
+            )
+        return self._result
+
+    def _fetch(self, layer: int) -> Weights:
+        self._wants.put(layer)
+        return self._weights.get()
+
+    def _run(self) -> None:
+        try:
+            batch, device = self._job.batch, self._replay.device
+            with torch.no_grad():
+                logits = self._replay.full_forward(
+                    self._outer,
+                    batch.input_ids.to(device),
+                    batch.attention_mask.to(device),
+                    self._fetch,
+                )
+            at_targets = logits[batch.target_rows, batch.target_positions].float()
+            chosen = at_targets.cpu().gather(-1, batch.target_ids[:, None])[:, 0]
+            self._result = (chosen - at_targets.cpu().logsumexp(-1)).double()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._wants.put(None)

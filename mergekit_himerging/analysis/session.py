@@ -1,0 +1,281 @@
+"""One merge's analysis from recipe to plan: data, cache, engine, files, progress."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+
+from mergekit_himerging.analysis.cache import (
+    find_plan,
+    hash_model,
+    keep_plan,
+    make_fingerprint,
+    read_versions,
+)
+from mergekit_himerging.analysis.contribution import Rules
+from mergekit_himerging.analysis.data import TaskData, read_task
+from mergekit_himerging.analysis.jobs import Job
+from mergekit_himerging.analysis.replay import Replay
+from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
+from mergekit_himerging.analysis.streams import Progress
+from mergekit_himerging.parameters import RecipeError, parse_bytes
+from mergekit_himerging.plan import Plan
+from mergekit_himerging.recipe import TaskSettings
+from mergekit_himerging.tasks import PlannedTensor, describe_merge
+
+LOG = logging.getLogger(__name__)
+
+MAX_LENGTH = 1 << 15
+"""Tokens of a sequence where neither model nor tokenizer sets a limit."""
+
+BATCH_CELLS = {"cpu": 1024}
+"""Tokens of a batch, padding included; 8192 on an accelerator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What an analysis needs of a planned merge.
+
+    Attributes:
+        tensors: as planned, before any plan.
+        resolve: a plan or None -> tensors with their final values.
+        settings: whole-merge parameters by name.
+        tasks: one per model.
+        tokenizer: the output model's, with its chat template.
+        model_config: the output model's.
+        options: MergeKit's.
+        dtype: the recipe's.
+        folders: where relative paths are looked for, in order.
+    """
+
+    tensors: Sequence[PlannedTensor]
+    resolve: Callable[[Plan | None], Sequence[PlannedTensor]]
+    settings: Mapping[str, Any]
+    tasks: Sequence[TaskSettings]
+    tokenizer: transformers.PreTrainedTokenizerBase
+    model_config: transformers.PretrainedConfig
+    options: MergeOptions
+    dtype: str | None
+    folders: Sequence[Path]
+
+
+def make_plan(session: Session) -> Plan:
+    """Analyse a merge, or find the plan of an equal analysis.
+
+    Raises:
+        RecipeError: data or models cannot be used; the message names file and line, or
+            model and tensor.
+    """
+    base, models, n_layers = describe_merge(session.tensors)
+    settings = session.settings
+    device = _pick_device(session.options)
+    memory = parse_bytes(str(settings["analysis_memory"]))
+    try:
+        tasks = [_read(task, session, device) for task in session.tasks]
+        inputs = {
+            str(model): hash_model(_folders_of(model))
+            for model in dict.fromkeys(
+                m for tensor in session.tensors for m in tensor.task.model_order
+            )
+        }
+        skeleton = Plan(
+            version=1,
+            base=base,
+            models=tuple(models),
+            n_layers=n_layers,
+            settings={
+                name: value
+                for name, value in settings.items()
+                if name not in ("plan", "plan_out", "analysis_memory")
+            },
+            versions=read_versions(),
+            inputs=dict(sorted(inputs.items())),
+        )
+        fingerprint = _fingerprint(session, skeleton, tasks, device)
+        plan = find_plan(fingerprint)
+        if plan is not None:
+            click.echo(
+                "hi_merging: recipe, models and data are those of an earlier run, "
+                "so its analysis is reused"
+            )
+            return plan
+        for task in tasks:
+            _describe(task)
+        plan = _analyse(session, skeleton, tasks, device, memory)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    keep_plan(fingerprint, plan)
+    return plan
+
+
+def _analyse(
+    session: Session,
+    skeleton: Plan,
+    tasks: Sequence[TaskData],
+    device: torch.device,
+    memory: int,
+) -> Plan:
+    settings = session.settings
+    rules = Rules(
+        mixed=settings["mixed"],
+        layer_density=settings["layer_density"],
+        layer_scale=settings["layer_scale"],
+        max_layers=settings["max_layers"],
+        confidence=settings["confidence"],
+        compare=settings["compare"],
+    )
+    # Shorter dtypes are slow on a CPU, and float32 is what is merged there.
+    dtype = torch.float32
+    if device.type != "cpu":
+        dtype = dtype_from_name(session.dtype) or torch.float32
+
+    def make_replay() -> Replay:
+        return Replay(
+            session.model_config,
+            n_layers=skeleton.n_layers,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=session.options.trust_remote_code,
+        )
+
+    with _show_progress(
+        tasks, skeleton.n_layers, quiet=session.options.quiet
+    ) as progress:
+        return analyse_merge(
+            skeleton,
+            tasks,
+            AnalysisSettings(
+                rules=rules,
+                rounds=settings["rounds"],
+                reference=settings["reference"],
+                guard=settings["guard"],
+                memory=memory,
+            ),
+            Engine(session.resolve, make_replay, device, progress),
+        )
+
+
+def _read(task: TaskSettings, session: Session, device: torch.device) -> TaskData:
+    config = session.model_config.get_text_config()
+    lengths = [
+        int(length)
+        for length in (
+            getattr(config, "max_position_embeddings", None),
+            getattr(session.tokenizer, "model_max_length", None),
+        )
+        if length
+    ]
+    return read_task(
+        task,
+        folders=session.folders,
+        tokenizer=session.tokenizer,
+        accept_share=session.settings["accept_share"],
+        seed=session.settings["seed"],
+        max_length=min([MAX_LENGTH, *lengths]),
+        vocab_size=config.vocab_size,
+        max_tokens=BATCH_CELLS.get(device.type, 8192),
+    )
+
+
+def _describe(task: TaskData) -> None:
+    """Say what a task is measured on."""
+    counts = task.tokenized
+    cut = f", {counts.n_truncated} cut to length" if counts.n_truncated else ""
+    click.echo(
+        f"hi_merging: '{task.settings.model}' on '{task.settings.calibration}': "
+        f"{len(task.choosing.samples)} samples choose, "
+        f"{len(task.accepting.samples)} accept; {counts.n_tokens} tokens, "
+        f"{counts.n_targets} scored ({task.settings.metric}){cut}"
+    )
+
+
+def _fingerprint(
+    session: Session,
+    skeleton: Plan,
+    tasks: Sequence[TaskData],
+    device: torch.device,
+) -> str:
+    values = {
+        tensor.weight.name: {
+            str(model): {
+                name: tensor.value(model, name)
+                for name in ("weight", "density", "scale")
+            }
+            for model in tensor.experts
+        }
+        for tensor in session.tensors
+    }
+    shared = {
+        tensor.weight.name: dict(tensor.task.parameters.items())
+        for tensor in session.tensors
+    }
+    layers = {
+        tensor.weight.name: str(tensor.task.gather_tensors)
+        for tensor in session.tensors
+    }
+    return make_fingerprint(
+        {
+            "skeleton": skeleton.model_dump(mode="json"),
+            "memory": session.settings["analysis_memory"],
+            "values": values,
+            "shared": shared,
+            "sources": layers,
+            "tasks": [(str(task.settings), task.tokens_sha256) for task in tasks],
+            "model_config": session.model_config.to_dict(),
+            "device": device.type,
+            "dtype": session.dtype,
+        }
+    )
+
+
+def _folders_of(model: ModelReference) -> list[Path]:
+    """List the folders that hold a model's files, and its adapter's."""
+    folders = [Path(LoaderCache().get(model).index.base_path)]
+    if model.lora is not None:
+        folders += [p for p in (Path(model.lora.path),) if p.is_dir()]
+    return folders
+
+
+def _pick_device(options: MergeOptions) -> torch.device:
+    """Pick the math device; `--multi-gpu` alone leaves the option at the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    if options.multi_gpu and accelerator is not None:
+        return accelerator
+    return torch.device(options.device or "cpu")
+
+
+@contextmanager
+def _show_progress(
+    tasks: Sequence[TaskData], n_layers: int, *, quiet: bool
+) -> Iterator[Progress]:
+    """Show block forwards done, of one round of analysis and of its check."""
+    total = 0
+    for task in tasks:
+        for batch in task.choosing.batches:
+            job = Job(task.settings.model, batch, "layers")
+            calls = [job.n_block_calls(layer) for layer in range(n_layers)]
+            total += sum(calls) + n_layers
+        total += 4 * n_layers * len(task.accepting.batches)
+    if quiet:
+        yield lambda calls, label: None
+        return
+    with click.progressbar(length=total, label="analysing", file=sys.stderr) as bar:
+
+        def progress(calls: int, label: str) -> None:
+            if sys.stderr.isatty():  # elsewhere every change of label is a line
+                bar.label = f"analysing {label}"
+            bar.update(calls)
+
+        yield progress

@@ -1,0 +1,102 @@
+"""What was measured, as it stands in a plan file; units are those of the task's metric.
+
+Scores are means over samples, higher is better: nats per target token (metric `loss`)
+or a share of right answers (`accuracy`).
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat
+
+
+class Record(BaseModel):
+    """A part of a plan file: unknown fields are errors, values stay as they are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class LayerScores(Record):
+    """What one layer does for one task (arXiv:2506.12379, section 3).
+
+    Attributes:
+        layer: 0-based decoder block of the output model.
+        removal_single, removal_merged: the score lost without the layer's delta, in the
+            single model and in the merge.
+        addition_single, addition_merged: the score won by the base with it alone.
+        contribution_single, contribution_merged: removal plus addition.
+        conflict: contribution_single minus contribution_merged; above 0 the merge
+            weakens the task in this layer.
+        conflict_se: standard error of the conflict over the samples, paired.
+    """
+
+    layer: int
+    removal_single: FiniteFloat
+    addition_single: FiniteFloat
+    removal_merged: FiniteFloat
+    addition_merged: FiniteFloat
+    contribution_single: FiniteFloat
+    contribution_merged: FiniteFloat
+    conflict: FiniteFloat
+    conflict_se: FiniteFloat
+
+
+class WholeScores(Record):
+    """Scores of whole models on one set of samples.
+
+    Attributes:
+        n_samples: how many; 0 leaves all scores None.
+        score_base, score_single, score_merged, score_treated: of the base, the task's
+            own model, the plain merge and the merge under the plan.
+        recovered_merged, recovered_treated: share of the single model's gain over the
+            base that the merge has; None where there is no gain.
+    """
+
+    n_samples: int
+    score_base: FiniteFloat | None = None
+    score_single: FiniteFloat | None = None
+    score_merged: FiniteFloat | None = None
+    score_treated: FiniteFloat | None = None
+    recovered_merged: FiniteFloat | None = None
+    recovered_treated: FiniteFloat | None = None
+
+
+class TaskReport(WholeScores):
+    """One task: its calibration data, and what was measured on the choosing samples.
+
+    Attributes:
+        model: the task's own model, as the recipe spells it.
+        metric: what a score is.
+        calibration: the data, as the recipe spells it.
+        calibration_sha256: of the rows that were used, in any order.
+        n_tokens, n_targets, n_truncated: tokens, scored tokens, shortened texts.
+        accepted_on: the same scores on the samples that did not choose.
+        layers: every layer's.
+    """
+
+    model: str
+    metric: Literal["loss", "accuracy"]
+    calibration: str
+    calibration_sha256: str = ""
+    n_tokens: int = 0
+    n_targets: int = 0
+    n_truncated: int = 0
+    accepted_on: WholeScores = WholeScores(n_samples=0)
+    layers: tuple[LayerScores, ...] = ()
+
+
+class GuardReport(Record):
+    """Whether the treated merge held on the samples that did not choose.
+
+    Attributes:
+        setting: ``keep_better`` may put the plain merge back, ``report`` may not.
+        acted: whether the plain merge was put back.
+        unit: of the difference: ``gain`` is in shares of each task's gain.
+        difference: treated minus plain, mean over tasks; None without samples.
+        reason: one sentence.
+    """
+
+    setting: Literal["keep_better", "report"]
+    acted: bool
+    unit: Literal["gain", "raw"]
+    difference: FiniteFloat | None
+    reason: str
