@@ -151,7 +151,7 @@ def merge(
         recipe: Mapping[str, Any] | str, *options: str, out: Path = tmp_path / "merged"
     ) -> dict[str, torch.Tensor]:
         result = run_recipe(recipe, *options, out=out)
-        if result.exception is not None:
+        if result.exception is not None and result.exit_code != 1:
             raise result.exception
         assert result.exit_code == 0, result.output
         return load_file(out / "model.safetensors")

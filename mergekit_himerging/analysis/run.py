@@ -106,16 +106,19 @@ def analyse_merge(
     Raises:
         ValueError: the models cannot be analysed, or their tasks not be compared.
     """
-    layers, accepting = _measure_layers(tasks, settings, engine, engine.resolve(None))
+    plain = engine.resolve(None)
+    choosing, accepting = _measure_wholes(tasks, settings, engine, plain)
+    if settings.rules.compare == "gain":
+        _check_gains(choosing)
+    layers = _measure_layers(tasks, settings, engine, plain)
     contributions = [measure_layers(scores) for scores in layers]
-    resolution = resolve_conflicts(contributions, settings.rules)
+    first = resolution = resolve_conflicts(contributions, settings.rules)
     treatments = _treat(skeleton, resolution, {})
-    choosing = {s.model: _Whole(s.base, s.single, s.merged) for s in layers}
     treated = _score_treated(skeleton, treatments, tasks, settings, engine)
     best = _mean_score(choosing, {m: t[0] for m, t in treated.items()}, settings)
     for _ in range(1, settings.rounds):
         plan = skeleton.model_copy(update={"treatments": treatments})
-        again, _ = _measure_layers(tasks, settings, engine, engine.resolve(plan))
+        again = _measure_layers(tasks, settings, engine, engine.resolve(plan))
         resolution = resolve_conflicts(
             [measure_layers(scores) for scores in again], settings.rules
         )
@@ -134,7 +137,6 @@ def analyse_merge(
         _report(task, contribution, choosing, accepting, treated)
         for task, contribution in zip(tasks, contributions, strict=True)
     )
-    first = resolve_conflicts(contributions, settings.rules)
     return skeleton.model_copy(
         update={
             "treatments": treatments,
@@ -145,45 +147,105 @@ def analyse_merge(
     )
 
 
+def _measure_wholes(
+    tasks: Sequence[TaskData],
+    settings: AnalysisSettings,
+    engine: Engine,
+    tensors: Sequence[PlannedTensor],
+) -> tuple[dict[str, _Whole], dict[str, _Whole]]:
+    """Score F, M_m and G on the choosing and on the accepting samples.
+
+    A small part of the work, done first: it checks the engine on this architecture, and
+    finds tasks that cannot be compared.
+    """
+    tolerance = TOLERANCE.get(engine.make_replay().dtype, 0.05)
+    measured = _measure(
+        tasks, settings, engine, tensors, ("fronts", "fronts"), tolerance
+    )
+    fields = ("base", "single", "merged")
+    wholes = [
+        {
+            task.settings.model: _Whole(*(_score(task, part, found, f) for f in fields))
+            for task, part, found in measured
+            if part is getattr(task, side)
+        }
+        for side in ("choosing", "accepting")
+    ]
+    return wholes[0], wholes[1]
+
+
 def _measure_layers(
     tasks: Sequence[TaskData],
     settings: AnalysisSettings,
     engine: Engine,
     tensors: Sequence[PlannedTensor],
-) -> tuple[list[TaskScores], dict[str, _Whole]]:
-    """Measure every layer on the choosing samples, whole models on the accepting."""
-    jobs: list[Job] = []
-    for task in tasks:
-        jobs += _jobs(task.settings.model, task.choosing, "layers")
-        jobs += _jobs(task.settings.model, task.accepting, "fronts")
-    replay_dtype = engine.make_replay().dtype
-    measured = run_jobs(
-        jobs,
-        PlannedWeights(tensors, device=engine.device, reference=settings.reference),
-        engine.make_replay,
-        memory=settings.memory,
-        progress=engine.progress,
-        tolerance=TOLERANCE.get(replay_dtype, 0.05),
+) -> list[TaskScores]:
+    """Measure every layer on the choosing samples."""
+    fields = (
+        *("base", "single", "merged", "removed_single", "added_single"),
+        *("removed_merged", "added_merged"),
     )
-    results = iter(measured)
-    layers, accepting = [], {}
-    for task in tasks:
-        chosen = [next(results) for _ in task.choosing.batches]
-        accepted = [next(results) for _ in task.accepting.batches]
-        fields = (
-            *("base", "single", "merged", "removed_single", "added_single"),
-            *("removed_merged", "added_merged"),
+    return [
+        TaskScores(
+            model=task.settings.model,
+            **{field: _score(task, part, found, field) for field in fields},
         )
-        layers.append(
-            TaskScores(
-                model=task.settings.model,
-                **{f: _score(task, task.choosing, chosen, f) for f in fields},
+        for task, part, found in _measure(
+            tasks, settings, engine, tensors, ("layers", None)
+        )
+    ]
+
+
+def _check_gains(choosing: Mapping[str, _Whole]) -> None:
+    for model, whole in sorted(choosing.items()):
+        gain = float(np.mean(whole.single - whole.base))
+        if gain <= 0:
+            raise ValueError(
+                f"model '{model}' must beat the base on its own calibration data to "
+                f"compare gains, got gain {gain:.3g}; mend its calibration data or set "
+                "compare: raw"
             )
+
+
+def _measure(
+    tasks: Sequence[TaskData],
+    settings: AnalysisSettings,
+    engine: Engine,
+    tensors: Sequence[PlannedTensor],
+    depths: tuple[Depth, Depth | None],
+    tolerance: float | None = None,
+) -> list[tuple[TaskData, Probes, list[Measured]]]:
+    """Measure the tasks' choosing and accepting samples, each to its depth."""
+    parts = [
+        (task, part, depth)
+        for task in tasks
+        for part, depth in zip((task.choosing, task.accepting), depths, strict=True)
+        if depth is not None
+    ]
+    jobs = [
+        Job(task.settings.model, batch, depth)
+        for task, part, depth in parts
+        for batch in part.batches
+    ]
+    weights = PlannedWeights(
+        tensors,
+        device=engine.device,
+        reference=settings.reference,
+        only_merged=depths[0] == "merged",
+    )
+    results = iter(
+        run_jobs(
+            jobs,
+            weights,
+            engine.make_replay,
+            memory=settings.memory,
+            progress=engine.progress,
+            tolerance=tolerance,
         )
-        accepting[task.settings.model] = _Whole(
-            *(_score(task, task.accepting, accepted, f) for f in fields[:3])
-        )
-    return layers, accepting
+    )
+    return [
+        (task, part, [next(results) for _ in part.batches]) for task, part, _ in parts
+    ]
 
 
 def _score_treated(
@@ -195,38 +257,12 @@ def _score_treated(
 ) -> dict[str, tuple[FloatArray, FloatArray]]:
     """Score the treated merge on the choosing and on the accepting samples."""
     plan = skeleton.model_copy(update={"treatments": treatments})
-    jobs: list[Job] = []
-    for task in tasks:
-        jobs += _jobs(task.settings.model, task.choosing, "merged")
-        jobs += _jobs(task.settings.model, task.accepting, "merged")
-    weights = PlannedWeights(
-        engine.resolve(plan),
-        device=engine.device,
-        reference=settings.reference,
-        only_merged=True,
+    measured = _measure(
+        tasks, settings, engine, engine.resolve(plan), ("merged", "merged")
     )
-    results = iter(
-        run_jobs(
-            jobs,
-            weights,
-            engine.make_replay,
-            memory=settings.memory,
-            progress=engine.progress,
-        )
-    )
-    scores = {}
-    for task in tasks:
-        chosen = [next(results) for _ in task.choosing.batches]
-        accepted = [next(results) for _ in task.accepting.batches]
-        scores[task.settings.model] = (
-            _score(task, task.choosing, chosen, "merged"),
-            _score(task, task.accepting, accepted, "merged"),
-        )
-    return scores
-
-
-def _jobs(model: str, probes: Probes, depth: Depth) -> list[Job]:
-    return [Job(model, batch, depth) for batch in probes.batches]
+    scores = [_score(task, part, found, "merged") for task, part, found in measured]
+    pairs = zip(scores[::2], scores[1::2], strict=True)
+    return {task.settings.model: pair for task, pair in zip(tasks, pairs, strict=True)}
 
 
 def _score(

@@ -266,7 +266,7 @@ def _show_progress(
         for batch in task.choosing.batches:
             job = Job(task.settings.model, batch, "layers")
             calls = [job.n_block_calls(layer) for layer in range(n_layers)]
-            total += sum(calls) + n_layers
+            total += sum(calls) + 4 * n_layers
         total += 4 * n_layers * len(task.accepting.batches)
     if quiet:
         yield lambda calls, label: None
