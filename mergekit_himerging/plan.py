@@ -198,13 +198,11 @@ class Plan(Record):
             )
 
     def to_json(self) -> str:
-        """Write the plan as JSON text, one treatment a line, ending in a newline."""
+        """Write the plan as JSON text, a treatment or layer a line, with a newline."""
         fields = self.model_dump(mode="json", by_alias=True)
-        rows = fields.pop("treatments")
-        head = json.dumps(fields, ensure_ascii=False, indent=2).removesuffix("\n}")
-        lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in rows)
-        body = f"[\n{lines}\n  ]" if rows else "[]"
-        return f'{head},\n  "treatments": {body}\n}}\n'
+        # What is edited by hand comes last, after what explains it.
+        fields["treatments"] = fields.pop("treatments")
+        return _format_json(fields) + "\n"
 
 
 def read_plan(path: Path) -> Plan:
@@ -247,6 +245,29 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(_first_problem(path, error)) from error
     except ValueError as error:
         raise ValueError(f"plan '{path}' {error}") from error
+
+
+def _format_json(value: object, indent: str = "") -> str:
+    """Format JSON with a line for every field, and for every flat row of a list."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        fields = ",\n".join(
+            f"{inner}{json.dumps(key, ensure_ascii=False)}: {_format_json(item, inner)}"
+            for key, item in value.items()
+        )
+        return f"{{\n{fields}\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        rows = ",\n".join(
+            inner
+            + (
+                _format_json(item, inner)
+                if any(isinstance(field, dict | list) for field in item.values())
+                else json.dumps(item, ensure_ascii=False)
+            )
+            for item in value
+        )
+        return f"[\n{rows}\n{indent}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _first_problem(path: Path, error: ValidationError) -> str:

@@ -282,11 +282,11 @@ def _treat(planner: Any) -> None:
     if settings["plan"]:
         plan = _read_plan(settings["plan"])
         if task_settings:
-            click.echo("hi_merging: 'plan' is given, so calibration data is not used")
+            _say(options, "'plan' is given, so calibration data is not used")
     elif task_settings:
         plan = _analyse(planner, tensors, resolve, settings, task_settings)
     else:
-        click.echo("hi_merging: no calibration data, so the merge is model-wise only")
+        _say(options, "no calibration data, so the merge is model-wise only")
     planner._tensors[:] = [(tensor.weight, tensor.task) for tensor in resolve(plan)]
 
 
@@ -316,13 +316,14 @@ def _analyse(
             folders=[*_recipe_folders(), Path.cwd()],
         )
     )
-    click.echo(summarize(plan))
+    if not planner.options.quiet:
+        click.echo(summarize(plan))
     out_path = getattr(planner, "himerging_out_path", None)
     paths = [Path(out_path) / PLAN_FILE] if out_path is not None else []
     paths += [Path(settings["plan_out"])] if settings["plan_out"] else []
     for path in paths:
         write_text(path, plan.to_json())
-        click.echo(f"hi_merging: plan written to {path}")
+        _say(planner.options, f"plan written to {path}")
     return plan
 
 
@@ -379,6 +380,11 @@ def _remove_empty(folder: str) -> None:
         os.rmdir(folder)
     except OSError:
         LOG.debug("'%s' is kept", folder)
+
+
+def _say(options: Any, text: str) -> None:
+    if not options.quiet:
+        click.echo(f"hi_merging: {text}")
 
 
 def _read_plan(name: str) -> Plan:

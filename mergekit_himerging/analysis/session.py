@@ -104,13 +104,14 @@ def make_plan(session: Session) -> Plan:
         fingerprint = _fingerprint(session, skeleton, tasks, device)
         plan = find_plan(fingerprint)
         if plan is not None:
-            click.echo(
-                "hi_merging: recipe, models and data are those of an earlier run, "
-                "so its analysis is reused"
+            _say(
+                session,
+                "recipe, models and data are those of an earlier run, "
+                "so its analysis is reused",
             )
             return plan
         for task in tasks:
-            _describe(task)
+            _say(session, _describe(task))
         plan = _analyse(session, skeleton, tasks, device, memory)
     except RecipeError:
         raise
@@ -189,12 +190,17 @@ def _read(task: TaskSettings, session: Session, device: torch.device) -> TaskDat
     )
 
 
-def _describe(task: TaskData) -> None:
+def _say(session: Session, text: str) -> None:
+    if not session.options.quiet:
+        click.echo(f"hi_merging: {text}")
+
+
+def _describe(task: TaskData) -> str:
     """Say what a task is measured on."""
     counts = task.tokenized
     cut = f", {counts.n_truncated} cut to length" if counts.n_truncated else ""
-    click.echo(
-        f"hi_merging: '{task.settings.model}' on '{task.settings.calibration}': "
+    return (
+        f"'{task.settings.model}' on '{task.settings.calibration}': "
         f"{len(task.choosing.samples)} samples choose, "
         f"{len(task.accepting.samples)} accept; {counts.n_tokens} tokens, "
         f"{counts.n_targets} scored ({task.settings.metric}){cut}"

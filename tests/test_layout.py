@@ -1,0 +1,43 @@
+"""Imports run one way: a file imports only files that stand above it here."""
+
+import ast
+from pathlib import Path
+
+import mergekit_himerging
+
+ORDER = (
+    *("parameters", "kernel", "scores", "analysis.contribution"),
+    *("recipe", "scope", "method", "plan", "tasks", "report"),
+    *("analysis.rows", "analysis.row_files", "analysis.samples"),
+    *("analysis.calibration", "analysis.data"),
+    *("analysis.replay", "analysis.jobs", "analysis.selfcheck", "analysis.streams"),
+    *("analysis.graph", "analysis.run", "analysis.cache", "analysis.session"),
+    *("plugin", "boot", "__init__"),
+)
+PURE = ("parameters", "kernel", "scores", "analysis.contribution")
+ROOT = Path(mergekit_himerging.__file__).parent
+
+
+def read_imports(path: Path) -> set[str]:
+    """Names of the package's files that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parent = node.module.removeprefix("mergekit_himerging").lstrip(".")
+            if node.module.startswith("mergekit_himerging"):
+                for alias in node.names:
+                    child = f"{parent}.{alias.name}".lstrip(".")
+                    found.add(child if child in ORDER else parent)
+    return found
+
+
+def test_every_file_has_its_place_and_imports_only_from_above():
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).as_posix() != "analysis/__init__.py"
+    }
+    assert set(files) == set(ORDER)
+    for name, path in files.items():
+        above = set() if name in PURE else set(ORDER[: ORDER.index(name)])
+        assert read_imports(path) <= above, name
