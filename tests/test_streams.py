@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from mergekit_himerging.analysis.calibration import Sample, TokenSequence, make_batches
 from mergekit_himerging.analysis.jobs import Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError
+from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.streams import run_jobs, split_jobs
 
 Tensors = dict[str, torch.Tensor]
@@ -212,7 +213,8 @@ def measure(
     samples = tuple(Sample(options=(text,), answer=0) for text in texts)
     batches = make_batches(samples, max_tokens=max_tokens, pad_id=0)
     jobs = [Job(model, batch, "layers") for batch in batches]
-    measured = run_jobs(jobs, family, family.make_replay, memory=memory, tolerance=1e-4)
+    check = SelfCheck(family.make_replay, jobs[0], 1e-4)
+    measured = run_jobs(jobs, family, family.make_replay(), memory=memory, check=check)
     fields = Measured.__dataclass_fields__
     return {field: in_order(measured, jobs, field) for field in fields}
 

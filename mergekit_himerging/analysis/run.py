@@ -26,6 +26,7 @@ from mergekit_himerging.analysis.data import Probes, TaskData
 from mergekit_himerging.analysis.graph import PlannedWeights, Reference
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
 from mergekit_himerging.analysis.replay import Replay
+from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.plan import Plan, Treatment
 from mergekit_himerging.scores import (
@@ -66,12 +67,14 @@ class Engine:
     Attributes:
         resolve: a plan, or None for the plain merge -> planned tensors with their final
             values.
-        make_replay: makes a model to run.
+        replay: the model to run.
+        make_replay: makes another one, for the self-check.
         device: where deltas are merged.
         progress: told of block forwards done.
     """
 
     resolve: Callable[[Plan | None], Sequence[PlannedTensor]]
+    replay: Replay
     make_replay: Callable[[], Replay]
     device: torch.device
     progress: Progress
@@ -158,9 +161,8 @@ def _measure_wholes(
     A small part of the work, done first: it checks the engine on this architecture, and
     finds tasks that cannot be compared.
     """
-    tolerance = TOLERANCE.get(engine.make_replay().dtype, 0.05)
     measured = _measure(
-        tasks, settings, engine, tensors, ("fronts", "fronts"), tolerance
+        tasks, settings, engine, tensors, ("fronts", "fronts"), is_checked=True
     )
     fields = ("base", "single", "merged")
     wholes = [
@@ -213,7 +215,8 @@ def _measure(
     engine: Engine,
     tensors: Sequence[PlannedTensor],
     depths: tuple[Depth, Depth | None],
-    tolerance: float | None = None,
+    *,
+    is_checked: bool = False,
 ) -> list[tuple[TaskData, Probes, list[Measured]]]:
     """Measure the tasks' choosing and accepting samples, each to its depth."""
     parts = [
@@ -233,14 +236,18 @@ def _measure(
         reference=settings.reference,
         only_merged=depths[0] == "merged",
     )
+    check = None
+    if is_checked:
+        tolerance = TOLERANCE.get(engine.replay.dtype, 0.05)
+        check = SelfCheck(engine.make_replay, jobs[0], tolerance)
     results = iter(
         run_jobs(
             jobs,
             weights,
-            engine.make_replay,
+            engine.replay,
             memory=settings.memory,
             progress=engine.progress,
-            tolerance=tolerance,
+            check=check,
         )
     )
     return [

@@ -164,7 +164,7 @@ def _analyse(
                 guard=settings["guard"],
                 memory=memory,
             ),
-            Engine(session.resolve, make_replay, device, progress),
+            Engine(session.resolve, make_replay(), make_replay, device, progress),
         )
 
 

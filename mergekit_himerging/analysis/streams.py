@@ -27,35 +27,30 @@ Progress = Callable[[int, str], None]
 def run_jobs(
     jobs: Sequence[Job],
     source: WeightSource,
-    make_replay: Callable[[], Replay],
+    replay: Replay,
     *,
     memory: int,
     progress: Progress = lambda calls, label: None,
-    tolerance: float | None = None,
+    check: SelfCheck | None = None,
 ) -> list[Measured]:
     """Measure all jobs in as few passes over the layers as memory allows.
 
     Args:
         jobs: what to measure; the result of each depends on its own batch alone.
         source: the weights; read once per pass, outside the blocks at most twice.
-        make_replay: makes a model to run; once, and twice more for the self-check.
+        replay: the model to run.
         memory: bytes that the hidden states of one pass may take.
         progress: told after every layer of every job.
-        tolerance: where given, the first job also runs through the model's own forward
-            under F and under G, whose log-probabilities may differ by this much.
+        check: of the first job; runs beside the first pass.
 
     Returns:
         One record per job, in their order.
 
     Raises:
-        UnsupportedModelError: the self-check failed, or weights are missing.
+        UnsupportedModelError: the check failed, or weights are missing.
         ValueError: a single job needs more than ``memory``.
     """
-    replay = make_replay()
     measured: list[Measured] = []
-    check = None
-    if tolerance is not None:
-        check = SelfCheck(make_replay, jobs[0], tolerance)
     with torch.no_grad():
         for chunk in split_jobs(jobs, replay, memory):
             measured += _run_pass(chunk, source, replay, memory, progress, check)
