@@ -50,6 +50,14 @@ class PlannedTensor:
         """The models that are merged into the base here."""
         return tuple(m for m in self.task.model_order if m != self.task.base_model)
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Name of the input tensor by model, and how its vocabulary is aligned."""
+        inputs: Any = self.task.gather_tensors
+        gather = getattr(inputs, "gather_tensors", inputs)
+        names = {str(m): info.name for m, info in gather.weight_info.items()}
+        return {"task": type(inputs).__name__, **dict(sorted(names.items()))}
+
     def value(self, model: ModelReference, name: str) -> Any:
         """Look up a per-model parameter; a weight left open is 1 / number of models."""
         value = self.task.input_parameters[model][name]

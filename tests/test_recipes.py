@@ -38,7 +38,9 @@ def test_there_are_recipes():
     assert {path.parent.name for path in RECIPES} >= {"quickstart", "smollm2-medical"}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize(
+    "path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_recipe_has_no_problems_and_says_how_it_is_run(path):
     text = path.read_text(encoding="utf-8")
     assert f"mergekit-yaml {path.relative_to(ROOT).as_posix()}" in text

@@ -227,17 +227,13 @@ def _fingerprint(
         tensor.weight.name: dict(tensor.task.parameters.items())
         for tensor in session.tensors
     }
-    layers = {
-        tensor.weight.name: str(tensor.task.gather_tensors)
-        for tensor in session.tensors
-    }
     return make_fingerprint(
         {
             "skeleton": skeleton.model_dump(mode="json"),
             "memory": session.settings["analysis_memory"],
             "values": values,
             "shared": shared,
-            "sources": layers,
+            "sources": {t.weight.name: t.sources for t in session.tensors},
             "tasks": [(str(task.settings), task.tokens_sha256) for task in tasks],
             "model_config": session.model_config.to_dict(),
             "device": device.type,
