@@ -6,6 +6,7 @@ and gradients may give several densities inside one layer.
 """
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -245,6 +246,17 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(_first_problem(path, error)) from error
     except ValueError as error:
         raise ValueError(f"plan '{path}' {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all, making its folder where needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _format_json(value: object, indent: str = "") -> str:

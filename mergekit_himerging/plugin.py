@@ -4,6 +4,7 @@ The only file that touches MergeKit's non-public names; `SEAM` lists what it rel
 and a name that has moved stops `hi_merging` recipes with one line and nothing else.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -19,7 +20,7 @@ import yaml
 
 from mergekit_himerging.method import HiMerging, refuse_whole_merge
 from mergekit_himerging.parameters import METHOD_NAME, PARAMETERS, RecipeError
-from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
+from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan, write_text
 from mergekit_himerging.recipe import (
     TaskSettings,
     check_config,
@@ -274,10 +275,17 @@ def _treat(planner: Any) -> None:
     settings, task_settings = read_settings(config), read_tasks(config)
     tasks.warn_of_rounding(tensors, config.dtype, options)
 
-    def resolve(plan: Plan | None) -> list[tasks.PlannedTensor]:
-        treated = tasks.apply_plan(tensors, plan)
-        return tasks.apply_scope(treated, settings["scope"], options)
+    resolved: dict[Any, list[tasks.PlannedTensor]] = {}
 
+    def resolve(plan: Plan | None) -> list[tasks.PlannedTensor]:
+        changes = [t for t in plan.treatments if t.action != "keep"] if plan else []
+        key = tuple(changes)
+        if key not in resolved:  # a wide scope reads every tensor twice
+            treated = tasks.apply_plan(tensors, plan)
+            resolved[key] = tasks.apply_scope(treated, settings["scope"], options)
+        return resolved[key]
+
+    plan_files = _plan_files(planner, settings["plan_out"])
     plan = None
     if settings["plan"]:
         plan = _read_plan(settings["plan"])
@@ -287,7 +295,44 @@ def _treat(planner: Any) -> None:
         plan = _analyse(planner, tensors, resolve, settings, task_settings)
     else:
         _say(options, "no calibration data, so the merge is model-wise only")
-    planner._tensors[:] = [(tensor.weight, tensor.task) for tensor in resolve(plan)]
+    treated = resolve(plan)
+    _write_plan(plan, plan_files, options)
+    planner._tensors[:] = [(tensor.weight, tensor.task) for tensor in treated]
+
+
+def _plan_files(planner: Any, plan_out: str) -> list[Path]:
+    """List where the plan will be written, and refuse what is no place for it.
+
+    Raises:
+        RecipeError: `plan_out` is a folder, or a file that is no plan.
+    """
+    out_path = getattr(planner, "himerging_out_path", None)
+    files = [] if out_path is None else [Path(out_path) / PLAN_FILE]
+    if plan_out:
+        path = Path(plan_out)
+        try:
+            if path.exists():
+                read_plan(path)
+        except ValueError as error:
+            raise RecipeError(
+                f"plan_out '{plan_out}' must be a new file or an earlier plan, got "
+                f"something else ({error}); name another file"
+            ) from error
+        files.append(path)
+    return files
+
+
+def _write_plan(plan: Plan | None, files: list[Path], options: Any) -> None:
+    """Write the plan that is merged; a folder keeps none of an earlier merge."""
+    for path in files:
+        if plan is None:
+            path.unlink(missing_ok=path.name == PLAN_FILE or not path.exists())
+            continue
+        try:
+            write_text(path, plan.to_json())
+        except OSError as error:
+            raise RecipeError(f"cannot write the plan to '{path}': {error}") from error
+        _say(options, f"plan written to {path}")
 
 
 def _analyse(
@@ -297,12 +342,12 @@ def _analyse(
     settings: dict[str, Any],
     task_settings: list[TaskSettings],
 ) -> Plan:
-    """Make a plan by measuring, write it and say what is in it."""
+    """Make a plan by measuring, and say what is in it."""
     from mergekit_himerging.analysis import session
-    from mergekit_himerging.analysis.cache import write_text
     from mergekit_himerging.report import summarize
 
     tokenizer, model_config = _load_output_model(planner)
+    config = planner.config
     plan = session.make_plan(
         session.Session(
             tensors=tensors,
@@ -312,31 +357,29 @@ def _analyse(
             tokenizer=tokenizer,
             model_config=model_config,
             options=planner.options,
-            dtype=planner.config.dtype,
+            dtype=config.dtype,
+            vocabulary=repr((config.tokenizer, config.tokenizer_source)),
             folders=[*_recipe_folders(), Path.cwd()],
         )
     )
     if not planner.options.quiet:
         click.echo(summarize(plan))
-    out_path = getattr(planner, "himerging_out_path", None)
-    paths = [Path(out_path) / PLAN_FILE] if out_path is not None else []
-    paths += [Path(settings["plan_out"])] if settings["plan_out"] else []
-    for path in paths:
-        write_text(path, plan.to_json())
-        _say(planner.options, f"plan written to {path}")
     return plan
 
 
 def _load_output_model(planner: Any) -> tuple[Any, Any]:
-    """Load the tokenizer that the merge will have, and its configuration."""
-    import copy
+    """Load the tokenizer that the merge will have, and its configuration.
 
-    import transformers
+    Raises:
+        RecipeError: no model has a tokenizer, or the chat template is none.
+    """
     from mergekit import merge
     from mergekit.graph import Executor
 
-    config, options = planner.config, planner.options
+    config = planner.config
     model_config = copy.deepcopy(planner.out_model_config)
+    models = sorted(config.referenced_models(), key=str)
+    models.sort(key=lambda model: model != config.base_model)
     if planner._tokenizer_task is not None:
         ((_, built),) = Executor([planner._tokenizer_task]).run(quiet=True)
         tokenizer = built.tokenizer
@@ -345,33 +388,56 @@ def _load_output_model(planner: Any) -> tuple[Any, Any]:
             model_config, planner.arch_info, tokenizer, pad_to_multiple_of=pad
         )
     else:
-        tokenizer = None
-    models = sorted(config.referenced_models(), key=str)
-    models.sort(key=lambda model: model != config.base_model)
-    loaded = {}
-    for model in models:
-        try:
-            loaded[model] = transformers.AutoTokenizer.from_pretrained(
-                model.model.path,
-                revision=model.model.revision,
-                trust_remote_code=options.trust_remote_code,
+        found = ((m, t) for m in models if (t := _load_tokenizer(planner, m)))
+        first, tokenizer = next(found, (None, None))
+        if tokenizer is None:
+            raise RecipeError(
+                f"no model has a tokenizer; add one to the folder of '{models[0]}'"
             )
-        except (OSError, ValueError):
-            LOG.warning("hi_merging: '%s' has no tokenizer", model)
-    if tokenizer is None:
-        if not loaded:
-            raise RecipeError("no model has a tokenizer; add one to the base's folder")
-        first = next(iter(loaded))
-        tokenizer = loaded[first]
         if first != config.base_model:
             LOG.warning("hi_merging: the tokenizer of '%s' is used", first)
-    merge._set_chat_template(tokenizer, config, options.trust_remote_code)
-    for model, other in loaded.items():
-        if not tokenizer.chat_template and other.chat_template:
-            tokenizer.chat_template = other.chat_template
-            if model != config.base_model:
-                LOG.warning("hi_merging: the chat template of '%s' is used", model)
+    if config.chat_template == "auto":
+        # MergeKit counts votes in the order of a set; here a tie is no matter of luck.
+        votes = [_template_of(_load_tokenizer(planner, model)) for model in models]
+        given = [vote for vote in votes if vote]
+        config.chat_template = max(given, key=given.count) if given else None
+    try:
+        merge._set_chat_template(tokenizer, config, planner.options.trust_remote_code)
+    except RuntimeError as error:
+        raise RecipeError(
+            f"{error}; name a template of MergeKit's, or write one in Jinja"
+        ) from error
+    if not tokenizer.chat_template:
+        for model in models:
+            template = _template_of(_load_tokenizer(planner, model))
+            if template:
+                tokenizer.chat_template = template
+                if model != config.base_model:
+                    LOG.warning("hi_merging: the chat template of '%s' is used", model)
+                break
     return tokenizer, model_config
+
+
+def _load_tokenizer(planner: Any, model: Any) -> Any:
+    """Load a model's tokenizer; None where it has none."""
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            model.model.path,
+            revision=model.model.revision,
+            trust_remote_code=planner.options.trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        LOG.warning("hi_merging: no tokenizer in '%s': %s", model, error)
+        return None
+
+
+def _template_of(tokenizer: Any) -> str | None:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template.strip() if template else None
 
 
 def _remove_empty(folder: str) -> None:

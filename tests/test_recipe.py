@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from mergekit.config import MergeConfiguration
 from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
+from mergekit_himerging.parameters import parse_bytes
 from mergekit_himerging.recipe import (
     PARAMETERS,
+    TaskSettings,
     check_config,
     check_document,
     check_value,
     find_repeated_keys,
     read_settings,
+    read_tasks,
 )
 
 HEAD = "{merge_method: hi_merging, base_model: org/base, "
@@ -89,6 +92,28 @@ GOOD = {
         "models: [{model: org/zh}], tokenizer: {source: union, pad_to_multiple_of: 8, "
         "tokens: {a: {source: org/zh, force: true}, b: {source: {kind: zero}}, "
         "c: {source: {kind: model_token, model: org/zh, token_id: 3}}}}"
+    ),
+    "analysis": (
+        "models: [{model: org/zh, parameters: {calibration: zh.jsonl, samples: 8}}, "
+        "{model: org/en, parameters: {calibration: en.csv, metric: accuracy}}], "
+        "parameters: {metric: loss, samples: 32, mixed: interfering, max_layers: 0, "
+        "layer_density: 0, confidence: 1.5, rounds: 2, reference: same_weight, "
+        "compare: raw, guard: report, accept_share: 0, seed: 7, "
+        "analysis_memory: 512MB, plan_out: plan.json}"
+    ),
+    "analysis of slices": (
+        "slices: [{sources: [{model: org/base, layer_range: [0, 2]}, {model: org/zh, "
+        "layer_range: [0, 2], parameters: {calibration: zh.jsonl}}]}, "
+        "{sources: [{model: org/base, layer_range: [2, 3]}, {model: org/zh, "
+        "layer_range: [2, 3]}]}]"
+    ),
+    "preset with its own values": (
+        "models: [{model: org/zh, parameters: {calibration: zh.jsonl}}], "
+        "parameters: {preset: paper, guard: report, layer_scale: 0.5}"
+    ),
+    "options of an analysis beside its plan": (
+        "models: [{model: org/zh}], "
+        "parameters: {plan: plan.json, rounds: 2, guard: report}"
     ),
     "everything MergeKit has at the top": (
         "models: [{model: org/zh}], dtype: float32, out_dtype: bfloat16, "
@@ -424,6 +449,173 @@ def test_bad_number_is_named_with_model_and_parameter(shape, value, fact, remedy
 )
 def test_bad_value_at_the_top_is_named(setting, problem):
     assert problems_of(AT_TOP % setting) == [problem]
+
+
+WITH_DATA = (
+    "models: [{model: org/zh, parameters: {calibration: zh.jsonl}}], parameters: {%s}"
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("rounds: 0", "rounds must be at least 1, got 0 (parameters)"),
+        ("rounds: 1.5", "rounds must be a whole number, got 1.5 (parameters)"),
+        ("rounds: true", "rounds must be a number, got True (parameters)"),
+        ("samples: 0", "samples must be at least 1, got 0 (parameters)"),
+        ("max_layers: -1", "max_layers must be at least 0, got -1 (parameters)"),
+        (
+            "max_layers: few",
+            "max_layers must be a whole number, got 'few' (parameters)",
+        ),
+        ("confidence: -1", "confidence must be at least 0, got -1 (parameters)"),
+        ("confidence: .inf", "confidence must be at least 0, got inf (parameters)"),
+        ("seed: -1", "seed must be at least 0, got -1 (parameters)"),
+        (
+            "accept_share: 0.95",
+            "accept_share must be in [0, 0.9], got 0.95 (parameters); the rest chooses",
+        ),
+        (
+            "layer_scale: 50",
+            "layer_scale must be in [0, 1], got 50 (parameters); it is a factor on the "
+            "model-wise value, so 50 percent is 0.5",
+        ),
+        (
+            "mixed: both",
+            "mixed must be one of degraded, interfering, got 'both' (parameters)",
+        ),
+        (
+            "guard: off",
+            "guard must be one of keep_better, report, got False (parameters)",
+        ),
+        (
+            "metric: bleu",
+            "metric must be one of loss, accuracy, got 'bleu' (parameters)",
+        ),
+        ("plan_out: 3", "plan_out must be a text, got 3 (parameters)"),
+        (
+            "calibration: zh.jsonl",
+            "'calibration' must be one file per model, got one for all (parameters); "
+            "move it under the 'parameters' of each model",
+        ),
+        (
+            "seed: [1, 2]",
+            "'seed' must be one value, got a list or filter (parameters); "
+            "write a single value",
+        ),
+        *(
+            (
+                f"analysis_memory: {amount}",
+                f"analysis_memory must be an amount above zero, got '{amount}' "
+                "(parameters); write it as 4GB or 512MB",
+            )
+            for amount in ("0", "lots", "-4GB", "0MB", "GB", "4 gigs", "1.2.3GB")
+        ),
+    ],
+)
+def test_bad_setting_of_the_analysis_is_named(setting, problem):
+    assert problems_of(WITH_DATA % setting) == [problem]
+
+
+@pytest.mark.parametrize(
+    "where", ["models[1] 'org/zh'", "slices[0].sources[1] 'org/zh'"]
+)
+@pytest.mark.parametrize("setting", ["rounds: 2", "guard: report", "preset: paper"])
+def test_setting_of_the_whole_analysis_under_a_model_is_refused(where, setting):
+    name = setting.split(":")[0]
+    assert problems_of(PLACES[where] % setting) == [
+        f"'{name}' is shared by all models and ignored under one ({where}); "
+        "move it to the 'parameters' at the top of the recipe"
+    ]
+
+
+def test_list_of_calibration_files_is_refused():
+    """MergeKit would spread it over the layers."""
+    assert problems_of(UNDER_MODEL % "calibration: [a.jsonl, b.jsonl]") == [
+        "'calibration' must be one value, got a list or filter (models[1] 'org/zh'); "
+        "write a single value"
+    ]
+
+
+def test_calibration_of_some_models_names_the_others():
+    assert problems_of(UNDER_MODEL % "calibration: zh.jsonl") == [
+        "every model must have 'calibration' or none, got none for ['org/en']; "
+        "name a file under the 'parameters' of each model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (AT_TOP % "seed: 1, guard: report", "['guard', 'seed']"),
+        (AT_TOP % "preset: paper", "['preset']"),
+        ("models: [{model: org/zh, parameters: {samples: 3}}]", "['samples']"),
+    ],
+)
+def test_settings_of_an_analysis_without_data_are_named(text, names):
+    assert problems_of(text) == [
+        f"{names} must come with calibration data, got none; name a file as "
+        "'calibration' under the 'parameters' of each model, or remove them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("guard: keep_better", "guard at report, got keep_better"),
+        ("rounds: 3", "rounds at 1, got 3"),
+        ("consensus: sum", "consensus at none, got sum"),
+        ("max_layers: 4", "max_layers at None, got 4"),
+        ("scope: model", "scope at tensor, got model"),
+    ],
+)
+def test_preset_names_what_goes_against_it(setting, problem):
+    assert problems_of(WITH_DATA % f"preset: paper, {setting}") == [
+        f"'preset: paper' must keep {problem}; remove one of the two"
+    ]
+
+
+def test_preset_sets_the_papers_reading():
+    config = MergeConfiguration.model_validate(
+        read(WITH_DATA % "preset: paper, seed: 3")
+    )
+    read_back = read_settings(config)
+    assert {name: read_back[name] for name in read_back if name != "plan_out"} == {
+        **{"preset": "paper", "plan": "", "scope": "tensor", "mixed": "degraded"},
+        **{"layer_density": 0.5, "layer_scale": 0.5, "max_layers": None},
+        **{"confidence": 0.0, "rounds": 1, "reference": "full", "compare": "raw"},
+        **{"guard": "report", "accept_share": 0.5, "seed": 3},
+        "analysis_memory": "4GB",
+    }
+
+
+def test_tasks_take_shared_values_where_a_model_has_none():
+    config = MergeConfiguration.model_validate(read(GOOD["analysis"]))
+    assert read_tasks(config) == [
+        TaskSettings("org/en", "en.csv", "accuracy", 32),
+        TaskSettings("org/zh", "zh.jsonl", "loss", 8),
+    ]
+    assert read_tasks(MergeConfiguration.model_validate(read(GOOD["models"]))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("4GB", 4 * 2**30),
+        ("512 MB", 512 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("64k", 65536),
+        ("1e", None),
+        ("1000", 1000),
+        (" 2tb ", 2**41),
+    ],
+)
+def test_amount_of_memory_is_read_in_powers_of_1024(text, amount):
+    if amount is None:
+        with pytest.raises(ValueError, match=f"amount above zero, got '{text}'"):
+            parse_bytes(text)
+    else:
+        assert parse_bytes(text) == amount
 
 
 def test_all_problems_are_reported_at_once():

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mergekit_himerging.plan import Plan, read_plan
+from mergekit_himerging.plan import Plan, read_plan, write_text
 
 VERSIONED = ("mergekit-himerging", "mergekit", "transformers", "torch")
 MAX_HEADER_BYTES = 100 * 2**20
@@ -56,11 +56,9 @@ def make_fingerprint(content: Mapping[str, Any]) -> str:
 def find_plan(fingerprint: str) -> Plan | None:
     """Return the plan of an earlier analysis with this fingerprint."""
     path = _cache_folder() / f"{fingerprint}.json"
-    if not path.is_file():
-        return None
     try:
-        return read_plan(path)
-    except ValueError:  # of another version, or damaged: it is measured again
+        return read_plan(path) if path.is_file() else None
+    except (OSError, ValueError):  # of another version, or damaged: measured again
         return None
 
 
@@ -69,17 +67,6 @@ def keep_plan(fingerprint: str, plan: Plan) -> Path:
     path = _cache_folder() / f"{fingerprint}.json"
     write_text(path, plan.to_json())
     return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all, making its folder where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _cache_folder() -> Path:

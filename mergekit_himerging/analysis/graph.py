@@ -33,7 +33,8 @@ class PlannedWeights:
     """Loads and merges one layer of a planned merge.
 
     Args:
-        tensors: all planned tensors, with their final values.
+        plain: all planned tensors, as the single models are made from them.
+        treated: the same with the values that the merge is made with.
         device: where deltas are pruned and merged.
         reference: what the single models are.
         only_merged: leave the base and the single models out.
@@ -41,7 +42,8 @@ class PlannedWeights:
 
     def __init__(
         self,
-        tensors: Sequence[PlannedTensor],
+        plain: Sequence[PlannedTensor],
+        treated: Sequence[PlannedTensor],
         *,
         device: torch.device,
         reference: Reference,
@@ -51,9 +53,10 @@ class PlannedWeights:
         self._reference = reference
         self._only_merged = only_merged
         self._by_layer: dict[int | None, list[PlannedTensor]] = {}
-        for tensor in tensors:
+        for tensor in treated:
             self._by_layer.setdefault(tensor.layer, []).append(tensor)
-        self._models = {str(model) for t in tensors for model in t.experts}
+        self._plain = {tensor.weight.name: tensor for tensor in plain}
+        self._models = {str(model) for t in treated for model in t.experts}
 
     def load(self, layer: int | None) -> Variants:
         """Load one block, or with None what lies outside the blocks.
@@ -91,13 +94,7 @@ class PlannedWeights:
         for value in loaded.values():
             dtype = torch.promote_types(dtype, value.dtype)
         base = base.to(self._device, dtype)
-        parts = {}
-        if base.is_floating_point():
-            parts = {
-                str(model): self._part(tensor, model, loaded[model].to(base), base)
-                for model in sorted(tensor.experts, key=str)
-                if model in loaded
-            }
+        parts = self._parts(tensor, loaded, base)
         shared = tensor.task.parameters
         normalize, strength = shared["normalize"], shared["lambda"]
         found.merged[name] = merge_tensor(
@@ -110,6 +107,8 @@ class PlannedWeights:
         if self._only_merged:
             return
         found.base[name] = base
+        if self._plain[name] is not tensor:
+            parts = self._parts(self._plain[name], loaded, base)
         divisor = sum(part.weight for part in parts.values()) if normalize else 1.0
         for model, weights in found.singles.items():
             part = parts.get(model)
@@ -118,8 +117,22 @@ class PlannedWeights:
                 continue
             weight = 1.0
             if self._reference == "same_weight":
-                weight = part.weight * strength / divisor
+                weight = part.weight * strength / divisor if part.weight else 0.0
             weights[name] = merge_tensor(base, [replace(part, weight=weight)])
+
+    def _parts(
+        self,
+        tensor: PlannedTensor,
+        loaded: Mapping[ModelReference, torch.Tensor],
+        base: torch.Tensor,
+    ) -> dict[str, Part]:
+        if not base.is_floating_point():
+            return {}
+        return {
+            str(model): self._part(tensor, model, loaded[model].to(base), base)
+            for model in sorted(tensor.experts, key=str)
+            if model in loaded
+        }
 
     def _part(
         self,

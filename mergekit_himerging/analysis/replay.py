@@ -350,6 +350,13 @@ def _build(
             f"only causal language models can be analysed, got {config.model_type}; "
             "remove 'calibration' for the model-wise merge"
         ) from error
+    named = (config.architectures or [type(model).__name__])[0]
+    if type(model).__name__ != named:
+        # Masked models build as causal ones, though their positions see the targets.
+        raise UnsupportedModelError(
+            f"only causal language models can be analysed, got {named}; "
+            "remove 'calibration' for the model-wise merge"
+        )
     model.tie_weights()
     model.eval()
     for module in model.modules():
@@ -417,6 +424,11 @@ def _split(
     if arguments:
         return arguments[0], Call(arguments[1:], keywords, None)
     rest = dict(keywords)
+    if "hidden_states" not in rest:
+        raise UnsupportedModelError(
+            f"blocks must be handed 'hidden_states', got {sorted(rest)}; "
+            "remove 'calibration' for the model-wise merge"
+        )
     return rest.pop("hidden_states"), Call((), rest, "hidden_states")
 
 

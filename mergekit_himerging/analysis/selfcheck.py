@@ -72,13 +72,14 @@ class _Forward:
     def __init__(self, replay: Replay, outer: Weights, job: Job) -> None:
         self.name = replay.name
         self._replay = replay
-        self._outer = replay.pick_outer(outer)
         self._job = job
         self._wants: queue.Queue[int | None] = queue.Queue()
         self._weights: queue.Queue[Weights] = queue.Queue()
         self._result: torch.Tensor | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(replay.pick_outer(outer),), daemon=True
+        )
         self._thread.start()
         self._next = self._wants.get()
 
@@ -108,12 +109,12 @@ class _Forward:
         self._wants.put(layer)
         return self._weights.get()
 
-    def _run(self) -> None:
+    def _run(self, outer: Weights) -> None:
         try:
             batch, device = self._job.batch, self._replay.device
             with torch.no_grad():
                 logits = self._replay.full_forward(
-                    self._outer,
+                    outer,
                     batch.input_ids.to(device),
                     batch.attention_mask.to(device),
                     self._fetch,

@@ -1,5 +1,6 @@
 """One merge's analysis from recipe to plan: data, cache, engine, files, progress."""
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from mergekit_himerging.analysis.jobs import Job
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
 from mergekit_himerging.analysis.streams import Progress
-from mergekit_himerging.parameters import RecipeError, parse_bytes
+from mergekit_himerging.parameters import PARAMETERS, RecipeError, parse_bytes
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.tasks import PlannedTensor, describe_merge
@@ -55,6 +56,7 @@ class Session:
         model_config: the output model's.
         options: MergeKit's.
         dtype: the recipe's.
+        vocabulary: how tokens and embeddings are made, for the fingerprint.
         folders: where relative paths are looked for, in order.
     """
 
@@ -66,6 +68,7 @@ class Session:
     model_config: transformers.PretrainedConfig
     options: MergeOptions
     dtype: str | None
+    vocabulary: str
     folders: Sequence[Path]
 
 
@@ -81,7 +84,8 @@ def make_plan(session: Session) -> Plan:
     device = _pick_device(session.options)
     memory = parse_bytes(str(settings["analysis_memory"]))
     try:
-        tasks = [_read(task, session, device) for task in session.tasks]
+        tasks = [_read(task, session, n_layers, device) for task in session.tasks]
+        _check_confidence(tasks, settings["confidence"])
         inputs = {
             str(model): hash_model(_folders_of(model))
             for model in dict.fromkeys(
@@ -117,7 +121,10 @@ def make_plan(session: Session) -> Plan:
         raise
     except ValueError as error:
         raise RecipeError(str(error)) from error
-    keep_plan(fingerprint, plan)
+    try:
+        keep_plan(fingerprint, plan)
+    except OSError as error:
+        LOG.warning("hi_merging: the plan is not kept for later runs: %s", error)
     return plan
 
 
@@ -142,9 +149,15 @@ def _analyse(
     if device.type != "cpu":
         dtype = dtype_from_name(session.dtype) or torch.float32
 
+    model_config = copy.deepcopy(session.model_config)
+    planned = {tensor.weight.name for tensor in session.tensors}
+    if any(name.endswith("lm_head.weight") for name in planned):
+        # A head with weights of its own is loaded as such, whatever the config says.
+        model_config.tie_word_embeddings = False
+
     def make_replay() -> Replay:
         return Replay(
-            session.model_config,
+            model_config,
             n_layers=skeleton.n_layers,
             dtype=dtype,
             device=device,
@@ -168,8 +181,13 @@ def _analyse(
         )
 
 
-def _read(task: TaskSettings, session: Session, device: torch.device) -> TaskData:
+def _read(
+    task: TaskSettings, session: Session, n_layers: int, device: torch.device
+) -> TaskData:
     config = session.model_config.get_text_config()
+    # A batch's hidden states must fit; a single sequence that does not is refused.
+    memory = parse_bytes(str(session.settings["analysis_memory"]))
+    fitting = memory // ((4 * n_layers + 3) * config.hidden_size * 4)
     lengths = [
         int(length)
         for length in (
@@ -186,8 +204,18 @@ def _read(task: TaskSettings, session: Session, device: torch.device) -> TaskDat
         seed=session.settings["seed"],
         max_length=min([MAX_LENGTH, *lengths]),
         vocab_size=config.vocab_size,
-        max_tokens=BATCH_CELLS.get(device.type, 8192),
+        max_tokens=max(1, min(BATCH_CELLS.get(device.type, 8192), fitting)),
     )
+
+
+def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
+    for task in tasks:
+        if confidence > 0 and len(task.choosing.samples) < 2:
+            raise ValueError(
+                f"'{task.settings.model}' must have two choosing samples or more for a "
+                f"standard error, got {len(task.choosing.samples)}; raise samples, or "
+                "set confidence: 0"
+            )
 
 
 def _say(session: Session, text: str) -> None:
@@ -224,7 +252,11 @@ def _fingerprint(
         for tensor in session.tensors
     }
     shared = {
-        tensor.weight.name: dict(tensor.task.parameters.items())
+        tensor.weight.name: {
+            name: value
+            for name, value in tensor.task.parameters.items()
+            if name in PARAMETERS and not PARAMETERS[name].whole_merge
+        }
         for tensor in session.tensors
     }
     return make_fingerprint(
@@ -235,6 +267,7 @@ def _fingerprint(
             "shared": shared,
             "sources": {t.weight.name: t.sources for t in session.tensors},
             "tasks": [(str(task.settings), task.tokens_sha256) for task in tasks],
+            "vocabulary": session.vocabulary,
             "model_config": session.model_config.to_dict(),
             "device": device.type,
             "dtype": session.dtype,

@@ -252,7 +252,9 @@ def _read_targets(
         hidden = torch.stack(
             [s[rows, positions] for s in some]
         )  # [some, targets, width]
-        logits = replay.read_out(outer, hidden).float()
+        # One position a row: learned positions and masks are made for few tokens.
+        flat = hidden.reshape(-1, 1, hidden.shape[-1])  # [some * targets, 1, width]
+        logits = replay.read_out(outer, flat).reshape(*hidden.shape[:2], -1).float()
         chosen = logits.gather(-1, ids.expand(len(some), -1)[..., None])[..., 0]
         read.append((chosen - logits.logsumexp(-1)).double().cpu())
     return torch.cat(read)
