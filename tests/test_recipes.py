@@ -16,7 +16,7 @@ from mergekit_himerging.plan import read_plan
 from mergekit_himerging.recipe import check_config, check_document
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "recipes").rglob("*.yml"))
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yml"))  # not those of merged folders
 
 
 @pytest.fixture(autouse=True)

@@ -122,9 +122,8 @@ def main(
         work()
         return time.perf_counter() - start
 
-    weights = PlannedWeights(
-        seen["context"].resolve(None), device=seen["device"], reference="full"
-    )
+    plain = seen["context"].resolve(None)
+    weights = PlannedWeights(plain, plain, device=seen["device"], reference="full")
     read = clock(lambda: [weights.load(layer) for layer in (None, *range(n_layers))])
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
