@@ -113,20 +113,22 @@ def merge_tensor(
             return lone.tuned
 
     wide_base = widen(base)
-    deltas = (_weighted_delta(part, wide_base) for part in active)
+    deltas = (
+        (part.weight, delta)
+        for part in active
+        if (delta := _weighted_delta(part, wide_base)) is not None
+    )
+    first = next(deltas, None)
+    if first is None:
+        return base
     if consensus == "none":
-        total = next(deltas)
-        for delta in deltas:
+        _, total = first
+        for _, delta in deltas:
             total += delta
         if normalize:
             total /= divisor
     else:
-        total = _elect_signs(
-            list(deltas),
-            [part.weight for part in active],
-            consensus=consensus,
-            normalize=normalize,
-        )
+        total = _elect_signs([first, *deltas], consensus=consensus, normalize=normalize)
     if strength != 1:
         total *= strength
     total += wide_base
@@ -163,9 +165,15 @@ def compute_delta(
     return delta
 
 
-def _weighted_delta(part: Part, wide_base: torch.Tensor) -> torch.Tensor:
-    """Return ``weight * scale * top(tuned - base)`` as a tensor of its own."""
+def _weighted_delta(part: Part, wide_base: torch.Tensor) -> torch.Tensor | None:
+    """Return ``weight * scale * top(tuned - base)`` as a tensor of its own.
+
+    None where the model left the tensor as it was, as adapters do with most: there is
+    nothing to rank, and the base keeps its bits.
+    """
     delta = compute_delta(part.name, part.tuned, wide_base)
+    if not delta.any():
+        return None
     factor = part.weight * part.scale
     if not part.keeps_all:
         cut = find_cut(delta, part.density) if part.cut is None else part.cut
@@ -343,8 +351,7 @@ def _check_density(density: float) -> None:
 
 
 def _elect_signs(
-    deltas: list[torch.Tensor],
-    weights: list[float],
+    weighted: list[tuple[float, torch.Tensor]],
     *,
     consensus: Consensus,
     normalize: bool,
@@ -352,21 +359,22 @@ def _elect_signs(
     """Sum the entries that have the elected sign (TIES, arXiv:2306.01708, section 3).
 
     Args:
-        deltas: weighted deltas, each ``[*weight]``; owned, overwritten.
-        weights: the models' weights, for the divisor.
+        weighted: the models' weights, for the divisor, with their weighted deltas,
+            each ``[*weight]``; read only.
         consensus: ``sum`` or ``count``; a sum of zero elects plus.
         normalize: divide each entry by the weights that agree there.
 
     Returns:
         ``[*weight]``.
     """
+    deltas = [delta for _, delta in weighted]
     votes = deltas[0].clone() if consensus == "sum" else deltas[0].sign()
     for delta in deltas[1:]:
         votes += delta if consensus == "sum" else delta.sign()
     elects_plus = votes >= 0
     divisor = torch.zeros_like(votes) if normalize else None
     total = torch.zeros_like(votes)
-    for delta, weight in zip(deltas, weights, strict=True):
+    for weight, delta in weighted:
         agrees = torch.where(elects_plus, delta > 0, delta < 0)
         total += delta * agrees
         if divisor is not None:

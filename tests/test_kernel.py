@@ -117,6 +117,14 @@ def test_values_that_are_not_finite_name_the_model(bad):
         merge_tensor(DELTA, [Part("m", tuned, 0.5)])
 
 
+@pytest.mark.parametrize("consensus", ["none", "sum"])
+def test_tensor_that_no_model_changed_keeps_the_signs_of_its_zeros(consensus):
+    base = torch.tensor([0.0, -0.0, 1.0])
+    parts = [Part("a", base.clone(), 0.5, density=0.5), Part("b", base.clone(), 0.5)]
+    merged = merge_tensor(base, parts, consensus=consensus, normalize=True)
+    assert torch.equal(merged.view(torch.int32), base.view(torch.int32))
+
+
 def test_weighted_sum_of_scaled_parts():
     base = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parts = [
