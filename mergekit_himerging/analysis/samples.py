@@ -311,7 +311,7 @@ def _fit(
     if room < 1:
         raise ValueError(
             f"{row.place} must have a target of at most {max_length - 1} tokens, "
-            f"got {n_targets}; raise max_length or leave the row out"
+            f"got {n_targets}; shorten it or leave the row out"
         )
     return tuple(_cut_prompt(ids, n, room, bos_id) for ids, n in options), True
 
