@@ -1038,7 +1038,7 @@ def test_least_prompt_is_one_token() -> None:
         assert parts(cut) == (first, "xyz")
     with pytest.raises(
         ValueError,
-        match=r"a\.jsonl line 1 must have a target of at most 2 tokens, got 3; raise",
+        match=r"a\.jsonl line 1 must have a target of at most 2 tokens, got 3; shorten",
     ):
         tokenize(record, max_length=3)
     with pytest.raises(ValueError, match="max_length must be at least 2, got 1"):
