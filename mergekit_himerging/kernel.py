@@ -5,9 +5,11 @@ where the inputs are); parts are summed in the order given and the base is added
 so that a caller who sorts the parts gets the same bits in any order of models.
 """
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +22,12 @@ KEEP_ALL = -1.0
 
 KEEP_NONE = math.inf
 """The cut that no magnitude exceeds."""
+
+CHUNK = 1 << 20
+"""Entries merged at once on a CPU, so that what is in between stays in its cache."""
+
+THREADED = 1 << 16
+"""Entries of a tensor on a CPU from which models are ranked in threads of their own."""
 
 HIGH_BINS = 1 << 15
 LOW_BINS = 1 << 16
@@ -90,8 +98,8 @@ def merge_tensor(
         (tuned - base)`` is not exact.
 
     Raises:
-        ValueError: a density lies outside [0, 1], a delta is not finite, or the weights
-            sum to zero with ``normalize``.
+        ValueError: a density lies outside [0, 1], shapes differ, a delta is not finite,
+            or the weights sum to zero with ``normalize``.
     """
     for part in parts:
         _check_density(part.density)
@@ -112,27 +120,90 @@ def merge_tensor(
         if undiluted and lone.scale == 1 and lone.keeps_all:
             return lone.tuned
 
-    wide_base = widen(base)
-    deltas = (
-        (part.weight, delta)
-        for part in active
-        if (delta := _weighted_delta(part, wide_base)) is not None
-    )
-    first = next(deltas, None)
-    if first is None:
+    active = [part for part in find_cuts(base, active) if part.counts]
+    if not active:
         return base
-    if consensus == "none":
-        _, total = first
-        for _, delta in deltas:
-            total += delta
-        if normalize:
-            total /= divisor
-    else:
-        total = _elect_signs([first, *deltas], consensus=consensus, normalize=normalize)
-    if strength != 1:
-        total *= strength
-    total += wide_base
-    return total.to(base.dtype)
+    merged = torch.empty_like(base, memory_format=torch.contiguous_format)
+    tuned = [part.tuned for part in active]
+    for merged_row, base_row, *rows in _chunks(merged, base, *tuned):
+        wide_base = widen(base_row)
+        deltas = [
+            _weighted_delta(part, row, wide_base)
+            for part, row in zip(active, rows, strict=True)
+        ]
+        if consensus == "none":
+            total, *others = deltas
+            for delta in others:
+                total += delta
+            if normalize:
+                total /= divisor
+        else:
+            total = _elect_signs(
+                [part.weight for part in active],
+                deltas,
+                consensus=consensus,
+                normalize=normalize,
+            )
+        if strength != 1:
+            total *= strength
+        total += wide_base
+        merged_row.copy_(total)
+    return merged
+
+
+def find_cuts(base: torch.Tensor, parts: Sequence[Part]) -> list[Part]:
+    """Find the cuts of the parts that have none, several parts at once.
+
+    Args:
+        base: as in ``merge_tensor``; read only.
+        parts: the models' shares; read only.
+
+    Returns:
+        The parts, in their order, each with a cut: ``KEEP_NONE`` where the model left
+        the tensor as it was, as adapters do with most, so that the base keeps its bits.
+
+    Raises:
+        ValueError: shapes differ, a delta is not finite, or a density lies outside
+            [0, 1].
+    """
+
+    def find(part: Part) -> Part:
+        known = part.cut is not None
+        return part if known else replace(part, cut=_find_cut_of(part, base))
+
+    is_large = base.numel() >= THREADED and base.device.type == "cpu"
+    return list((_make_pool().map if is_large else map)(find, parts))
+
+
+@functools.cache
+def _make_pool() -> ThreadPoolExecutor:
+    """Make the threads that select: torch spreads its own loops, numpy does not."""
+    return ThreadPoolExecutor(torch.get_num_threads(), "himerging-select")
+
+
+def _find_cut_of(part: Part, base: torch.Tensor) -> float:
+    _check_density(part.density)
+    if part.tuned.shape != base.shape:
+        raise ValueError(
+            f"models must agree in shape, got {list(base.shape)} in the base and "
+            f"{list(part.tuned.shape)} in '{part.name}'"
+        )
+    if not part.keeps_all:
+        delta = compute_delta(part.name, part.tuned, widen(base))
+        return _select(delta, part.density, spend=True) if delta.any() else KEEP_NONE
+    # Every chunk is looked at: the last may hold a NaN.
+    changes = [
+        bool(compute_delta(part.name, tuned, widen(row)).any())
+        for row, tuned in _chunks(base, part.tuned)
+    ]
+    return KEEP_ALL if any(changes) else KEEP_NONE
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Walk tensors of one shape side by side, ``[entries]`` each; whole on a GPU."""
+    size = CHUNK if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    rows = (torch.split(tensor.reshape(-1), size) for tensor in tensors)
+    return zip(*rows, strict=True)
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,54 +236,18 @@ def compute_delta(
     return delta
 
 
-def _weighted_delta(part: Part, wide_base: torch.Tensor) -> torch.Tensor | None:
-    """Return ``weight * scale * top(tuned - base)`` as a tensor of its own.
-
-    None where the model left the tensor as it was, as adapters do with most: there is
-    nothing to rank, and the base keeps its bits.
-    """
-    delta = compute_delta(part.name, part.tuned, wide_base)
-    if not delta.any():
-        return None
-    factor = part.weight * part.scale
-    if not part.keeps_all:
-        cut = find_cut(delta, part.density) if part.cut is None else part.cut
-        delta = prune(delta, cut)
-    return delta if factor == 1 else delta.mul_(factor)
-
-
-def prune_and_scale(
-    delta: torch.Tensor, *, density: float, scale: float
+def _weighted_delta(
+    part: Part, tuned: torch.Tensor, wide_base: torch.Tensor
 ) -> torch.Tensor:
-    """Keep the largest-magnitude entries of a delta and rescale them.
+    """Return ``weight * scale * top(tuned - base)`` of some entries, as an own tensor.
 
-    Model-wise step of Hi-Merging (arXiv:2506.12379, section 3). Entries tied at the cut
-    are kept or dropped as one group, whichever lands nearer the density.
-
-    Args:
-        delta: ``tuned - base`` for one tensor, ``[*weight]``, float32; read only.
-        density: share of entries kept, in [0, 1].
-        scale: factor on kept entries, dimensionless.
-
-    Returns:
-        ``[*weight]``, dtype and device of ``delta``.
-
-    Raises:
-        ValueError: ``density`` lies outside [0, 1].
+    The part's cut must be known.
     """
-    return prune(delta, find_cut(delta, density)) * scale
-
-
-def prune(delta: torch.Tensor, cut: float) -> torch.Tensor:
-    """Zero the entries of ``delta``, ``[*weight]``, whose magnitude is at most ``cut``.
-
-    The result may be ``delta`` itself where nothing is dropped.
-    """
-    if cut < 0:
-        return delta
-    if cut == KEEP_NONE:
-        return torch.zeros_like(delta)
-    return torch.nn.functional.hardshrink(delta, cut)
+    delta = tuned.to(wide_base.dtype) - wide_base
+    if part.cut is not None and part.cut >= 0:
+        torch.hardshrink(delta, part.cut, out=delta)
+    factor = part.weight * part.scale
+    return delta if factor == 1 else delta.mul_(factor)
 
 
 def find_cut(delta: torch.Tensor, density: float) -> float:
@@ -234,19 +269,23 @@ def find_cut(delta: torch.Tensor, density: float) -> float:
         ValueError: ``density`` lies outside [0, 1].
     """
     _check_density(density)
+    return _select(delta.detach(), density, spend=False)
+
+
+def _select(delta: torch.Tensor, density: float, *, spend: bool) -> float:
+    """Find the cut; a delta that may be spent is written to, and needs no copy."""
     count = delta.numel()
     wanted = int(density * count)
     if density == 1:
         return KEEP_ALL
     if wanted == 0:
         return KEEP_NONE
-    delta = delta.detach()
     if delta.device.type != "cpu":
         high = count_high_bits(delta)
         bin_, _ = find_bin(high, wanted)
         return find_cut_in_counts(high, count_low_bits(delta, bin_), wanted)
     # numpy's introselect is several times faster than torch.kthvalue on a CPU.
-    magnitudes = delta.abs().flatten().numpy()
+    magnitudes = (delta.abs_() if spend else delta.abs()).flatten().numpy()
     rank = count - wanted
     magnitudes.partition(rank)
     threshold = magnitudes[rank]
@@ -351,7 +390,8 @@ def _check_density(density: float) -> None:
 
 
 def _elect_signs(
-    weighted: list[tuple[float, torch.Tensor]],
+    weights: Sequence[float],
+    deltas: Sequence[torch.Tensor],
     *,
     consensus: Consensus,
     normalize: bool,
@@ -359,22 +399,21 @@ def _elect_signs(
     """Sum the entries that have the elected sign (TIES, arXiv:2306.01708, section 3).
 
     Args:
-        weighted: the models' weights, for the divisor, with their weighted deltas,
-            each ``[*weight]``; read only.
+        weights: the models', for the divisor.
+        deltas: their weighted deltas, each ``[*weight]``; read only.
         consensus: ``sum`` or ``count``; a sum of zero elects plus.
         normalize: divide each entry by the weights that agree there.
 
     Returns:
         ``[*weight]``.
     """
-    deltas = [delta for _, delta in weighted]
     votes = deltas[0].clone() if consensus == "sum" else deltas[0].sign()
     for delta in deltas[1:]:
         votes += delta if consensus == "sum" else delta.sign()
     elects_plus = votes >= 0
     divisor = torch.zeros_like(votes) if normalize else None
     total = torch.zeros_like(votes)
-    for weight, delta in weighted:
+    for weight, delta in zip(weights, deltas, strict=True):
         agrees = torch.where(elects_plus, delta > 0, delta < 0)
         total += delta * agrees
         if divisor is not None:

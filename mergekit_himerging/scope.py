@@ -80,7 +80,7 @@ def find_scope_cuts(
         read_deltas: reads one tensor of all its models; called twice a tensor.
 
     Returns:
-        Cuts by (tensor, model), as ``kernel.find_cut`` returns them.
+        Cuts by (tensor, model), as ``kernel.find_cuts`` finds them.
     """
     rankings: dict[tuple[Hashable, str], _Ranking] = {}
     for request in requests:
@@ -91,12 +91,17 @@ def find_scope_cuts(
         for model, density in request.densities.items():
             if (request.scope, model) in rankings:
                 rankings[request.scope, model].open_bin(density)
+    unchanged = set()
     for request in requests:
         for model, delta in read_deltas(request.tensor).items():
+            if not delta.any():
+                unchanged.add((request.tensor, model))
             for bin_, counts in rankings[request.scope, model].low.items():
                 counts += count_low_bits(delta, bin_).cpu()
     return {
-        (request.tensor, model): rankings[request.scope, model].cut(density)
+        (request.tensor, model): KEEP_NONE
+        if (request.tensor, model) in unchanged
+        else rankings[request.scope, model].cut(density)
         for request in requests
         for model, density in request.densities.items()
         if (request.scope, model) in rankings

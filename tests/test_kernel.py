@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mergekit_himerging import kernel
-from mergekit_himerging.kernel import Part, find_cut, merge_tensor, prune_and_scale
+from mergekit_himerging.kernel import Part, find_cut, merge_tensor
 
 DELTA = torch.tensor([[0.5, -3.0, 1.0], [-0.25, 2.0, -4.0]])
+
+
+def prune_and_scale(delta: torch.Tensor, *, density: float, scale: float):
+    """What a lone model of this delta adds to a base of zeros."""
+    part = Part("m", delta, weight=1.0, density=density, scale=scale)
+    return merge_tensor(torch.zeros_like(delta), [part])
 
 
 def kept_by_sorting(values: list[float], density: float) -> set[int]:

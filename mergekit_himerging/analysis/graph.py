@@ -14,13 +14,7 @@ from mergekit.common import ModelReference
 from mergekit.graph import Executor, Task
 
 from mergekit_himerging.analysis.jobs import Variants
-from mergekit_himerging.kernel import (
-    Part,
-    compute_delta,
-    find_cut,
-    merge_tensor,
-    widen,
-)
+from mergekit_himerging.kernel import Part, find_cuts, merge_tensor
 from mergekit_himerging.method import CUT
 from mergekit_himerging.parameters import RecipeError, add_place
 from mergekit_himerging.tasks import PlannedTensor
@@ -37,6 +31,7 @@ class PlannedWeights:
         treated: the same with the values that the merge is made with.
         device: where deltas are pruned and merged.
         reference: what the single models are.
+        cuts: by (tensor, model, density); those found in one pass serve the next.
         only_merged: leave the base and the single models out.
     """
 
@@ -47,10 +42,12 @@ class PlannedWeights:
         *,
         device: torch.device,
         reference: Reference,
+        cuts: dict[tuple[str, str, float], float] | None = None,
         only_merged: bool = False,
     ) -> None:
         self._device = device
         self._reference = reference
+        self._cuts = {} if cuts is None else cuts
         self._only_merged = only_merged
         self._by_layer: dict[int | None, list[PlannedTensor]] = {}
         for tensor in treated:
@@ -128,34 +125,26 @@ class PlannedWeights:
     ) -> dict[str, Part]:
         if not base.is_floating_point():
             return {}
-        return {
-            str(model): self._part(tensor, model, loaded[model].to(base), base)
+        parts = [
+            Part(
+                name=str(model),
+                tuned=loaded[model].to(base),
+                weight=tensor.value(model, "weight"),
+                density=tensor.value(model, "density"),
+                scale=tensor.value(model, "scale"),
+                cut=self._known_cut(tensor, model),
+            )
             for model in sorted(tensor.experts, key=str)
             if model in loaded
-        }
+        ]
+        parts = find_cuts(base, parts)
+        for part in parts:
+            if part.cut is not None:
+                self._cuts[tensor.weight.name, part.name, part.density] = part.cut
+        return {part.name: part for part in parts}
 
-    def _part(
-        self,
-        tensor: PlannedTensor,
-        model: ModelReference,
-        tuned: torch.Tensor,
-        base: torch.Tensor,
-    ) -> Part:
-        """Make one model's part, its cut found once for all the merges it goes into."""
-        if tuned.shape != base.shape:
-            raise ValueError(
-                f"models must agree in shape, got {list(base.shape)} in the base and "
-                f"{list(tuned.shape)} in '{model}'"
-            )
-        part = Part(
-            name=str(model),
-            tuned=tuned,
-            weight=tensor.value(model, "weight"),
-            density=tensor.value(model, "density"),
-            scale=tensor.value(model, "scale"),
-            cut=tensor.value(model, CUT),
-        )
-        if part.cut is None and not part.keeps_all:
-            delta = compute_delta(part.name, tuned, widen(base))
-            part = replace(part, cut=find_cut(delta, part.density))
-        return part
+    def _known_cut(self, tensor: PlannedTensor, model: ModelReference) -> float | None:
+        density = tensor.value(model, "density")
+        found = self._cuts.get((tensor.weight.name, str(model), density))
+        cut: float | None = tensor.value(model, CUT)
+        return found if cut is None else cut

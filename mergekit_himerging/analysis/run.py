@@ -5,7 +5,7 @@ the merge reads the plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -71,6 +71,7 @@ class Engine:
         make_replay: makes another one, for the self-check.
         device: where deltas are merged.
         progress: told of block forwards done.
+        cuts: of deltas, found in one pass and used in the next.
     """
 
     resolve: Callable[[Plan | None], Sequence[PlannedTensor]]
@@ -78,6 +79,7 @@ class Engine:
     make_replay: Callable[[], Replay]
     device: torch.device
     progress: Progress
+    cuts: dict[tuple[str, str, float], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +241,7 @@ def _measure(
         engine.resolve(plan),
         device=engine.device,
         reference=settings.reference,
+        cuts=engine.cuts,
         only_merged=depths[0] == "merged",
     )
     check = None
