@@ -112,6 +112,8 @@ class Plan(Record):
         tasks: what was measured; as all below, for the reader, and absent from a plan
             that was written by hand.
         guard: whether the treated merge held on other samples.
+        recipe: what was planned, as MergeKit read it, without what only says where to
+            write.
         versions: of the packages that measured.
         inputs: what the models' files were, by model.
     """
@@ -125,6 +127,7 @@ class Plan(Record):
     order: tuple[int, ...] = ()
     tasks: tuple[TaskReport, ...] = ()
     guard: GuardReport | None = None
+    recipe: dict[str, Any] = Field({})
     versions: dict[str, str] = Field({})
     inputs: dict[str, str] = Field({})
 

@@ -123,6 +123,33 @@ def resolve_model(model: str) -> tuple[str, ...]:
     )
 
 
+def to_document(value: Any) -> Any:
+    """Turn a recipe as MergeKit read it into plain mappings, lists and scalars.
+
+    MergeKit's own way out of it fails on some references of models.
+
+    Returns:
+        What MergeKit reads as the same recipe; settings left open are left out.
+    """
+    from mergekit.common import ModelReference
+
+    if isinstance(value, ModelReference):
+        text = str(value)
+        try:
+            if ModelReference.model_validate(text) == value:
+                return text
+        except (ValueError, RuntimeError):
+            pass  # a path that cannot be told from a reference stays in parts
+    if isinstance(value, BaseModel):
+        fields = ((name, getattr(value, name)) for name in type(value).model_fields)
+        return {name: to_document(item) for name, item in fields if item is not None}
+    if isinstance(value, Mapping):
+        return {str(key): to_document(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_document(item) for item in value]
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
     """What a recipe says of one model's task.

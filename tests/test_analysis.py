@@ -725,13 +725,13 @@ def save_with_tokens(name: str, model: Any, folder: Path, extra: str) -> None:
 def test_same_bytes_whatever_the_hash_seed_and_the_order_of_models(tmp_path):
     """Two processes, and in each a plain merge and one of differing vocabularies.
 
-    Each model has one token of its own: of several, MergeKit takes the order from a
-    tokenizer's `get_vocab`, which differs from process to process.
+    Each model has several tokens of its own: their order comes from a tokenizer's
+    `get_vocab`, which differs from process to process.
     """
     base, *experts = train_experts()
     folder = tmp_path / "models"
     save_model(copy.deepcopy(base), folder / "base")
-    for name, expert, extra in zip("abc", experts, "!-&", strict=True):
+    for name, expert, extra in zip("abc", experts, ("!$%", "-_~", "&#@"), strict=True):
         save_model(copy.deepcopy(expert), folder / name)
         save_with_tokens(f"{name}-more", expert, folder, extra)
     processes, outs = [], []
@@ -788,7 +788,7 @@ def test_same_bytes_whatever_the_hash_seed_and_the_order_of_models(tmp_path):
     one, other = ((here / "union" / "tokenizer.json").read_bytes() for here in outs)
     assert one == other
     width = len(load_file(outs[0] / "union" / "model.safetensors")["lm_head.weight"])
-    assert width == len(VOCABULARY) + 3
+    assert width == len(VOCABULARY) + 9
 
 
 # What can be wrong

@@ -8,6 +8,7 @@ import mergekit_himerging
 ORDER = (
     *("parameters", "kernel", "scores", "analysis.contribution"),
     *("recipe", "scope", "method", "plan", "tasks", "report"),
+    *("union", "seam", "preflight", "planning"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
     *("analysis.calibration", "analysis.data"),
     *("analysis.replay", "analysis.jobs", "analysis.selfcheck", "analysis.streams"),

@@ -35,6 +35,13 @@ __all__ = [
 ]
 
 
+FAIR_SHARE = 8
+"""A batch of this part of the most cells may end for the sake of padding."""
+
+LEAST_FILL = 0.8
+"""Share of the longest sequence that the others of a batch have at least."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Right-padded sequences and where their targets are predicted; all int64, on CPU.
@@ -72,6 +79,9 @@ def make_batches(
 ) -> tuple[Batch, ...]:
     """Pack all sequences of a task into batches, the longest first.
 
+    A batch of a fair size ends where sequences become much shorter than its first, so
+    that padding stays a small part of the work.
+
     Args:
         samples: the task's; their options are numbered in this order.
         max_tokens: most cells of a batch, padding included; a longer sequence is a
@@ -87,7 +97,13 @@ def make_batches(
     start = 0
     while start < len(by_length):
         longest = len(sequences[by_length[start]].ids)
-        stop = start + max(1, max_tokens // longest)
+        most = start + max(1, max_tokens // longest)
+        fair = start + max(1, max_tokens // FAIR_SHARE // longest)
+        stop = fair
+        while stop < min(most, len(by_length)):
+            if len(sequences[by_length[stop]].ids) < LEAST_FILL * longest:
+                break
+            stop += 1
         batches.append(_pad(sequences, by_length[start:stop], pad_id))
         start = stop
     return tuple(batches)

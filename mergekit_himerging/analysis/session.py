@@ -3,16 +3,15 @@
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import transformers
 from mergekit.common import ModelReference, dtype_from_name
+from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
@@ -31,8 +30,9 @@ from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_me
 from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.parameters import PARAMETERS, RecipeError, parse_bytes
 from mergekit_himerging.plan import Plan
-from mergekit_himerging.recipe import TaskSettings
-from mergekit_himerging.tasks import PlannedTensor, describe_merge
+from mergekit_himerging.planning import PlannedMerge
+from mergekit_himerging.recipe import TaskSettings, to_document
+from mergekit_himerging.tasks import describe_merge
 
 LOG = logging.getLogger(__name__)
 
@@ -43,53 +43,28 @@ BATCH_CELLS = {"cpu": 1024}
 """Tokens of a batch, padding included; 8192 on an accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What an analysis needs of a planned merge.
-
-    Attributes:
-        tensors: as planned, before any plan.
-        resolve: a plan or None -> tensors with their final values.
-        settings: whole-merge parameters by name.
-        tasks: one per model.
-        tokenizer: the output model's, with its chat template.
-        model_config: the output model's.
-        options: MergeKit's.
-        dtype: the recipe's.
-        vocabulary: how tokens and embeddings are made, for the fingerprint.
-        folders: where relative paths are looked for, in order.
-    """
-
-    tensors: Sequence[PlannedTensor]
-    resolve: Callable[[Plan | None], Sequence[PlannedTensor]]
-    settings: Mapping[str, Any]
-    tasks: Sequence[TaskSettings]
-    tokenizer: transformers.PreTrainedTokenizerBase
-    model_config: transformers.PretrainedConfig
-    options: MergeOptions
-    dtype: str | None
-    vocabulary: str
-    folders: Sequence[Path]
+NO_SETTINGS = ("plan", "plan_out", "analysis_memory")
+"""Parameters that say where and how to work, and leave the outcome as it is."""
 
 
-def make_plan(session: Session) -> Plan:
+def make_plan(merge: PlannedMerge) -> Plan:
     """Analyse a merge, or find the plan of an equal analysis.
 
     Raises:
         RecipeError: data or models cannot be used; the message names file and line, or
             model and tensor.
     """
-    base, models, n_layers = describe_merge(session.tensors)
-    settings = session.settings
-    device = _pick_device(session.options)
+    base, models, n_layers = describe_merge(merge.tensors)
+    settings = merge.settings
+    device = _pick_device(merge.options)
     memory = parse_bytes(str(settings["analysis_memory"]))
     try:
-        tasks = [_read(task, session, n_layers, device) for task in session.tasks]
+        tasks = [_read(task, merge, n_layers, device) for task in merge.tasks]
         _check_confidence(tasks, settings["confidence"])
         inputs = {
             str(model): hash_model(_folders_of(model))
             for model in dict.fromkeys(
-                m for tensor in session.tensors for m in tensor.task.model_order
+                m for tensor in merge.tensors for m in tensor.task.model_order
             )
         }
         skeleton = Plan(
@@ -100,23 +75,24 @@ def make_plan(session: Session) -> Plan:
             settings={
                 name: value
                 for name, value in settings.items()
-                if name not in ("plan", "plan_out", "analysis_memory")
+                if name not in NO_SETTINGS
             },
+            recipe=_describe_recipe(merge.config),
             versions=read_versions(),
             inputs=dict(sorted(inputs.items())),
         )
-        fingerprint = _fingerprint(session, skeleton, tasks, device)
+        fingerprint = _fingerprint(merge, skeleton, tasks, device)
         plan = find_plan(fingerprint)
         if plan is not None:
             _say(
-                session,
+                merge,
                 "recipe, models and data are those of an earlier run, "
                 "so its analysis is reused",
             )
             return plan
         for task in tasks:
-            _say(session, _describe(task))
-        plan = _analyse(session, skeleton, tasks, device, memory)
+            _say(merge, _describe(task))
+        plan = _analyse(merge, skeleton, tasks, device, memory)
     except RecipeError:
         raise
     except ValueError as error:
@@ -129,13 +105,13 @@ def make_plan(session: Session) -> Plan:
 
 
 def _analyse(
-    session: Session,
+    merge: PlannedMerge,
     skeleton: Plan,
     tasks: Sequence[TaskData],
     device: torch.device,
     memory: int,
 ) -> Plan:
-    settings = session.settings
+    settings = merge.settings
     rules = Rules(
         mixed=settings["mixed"],
         layer_density=settings["layer_density"],
@@ -147,10 +123,10 @@ def _analyse(
     # Shorter dtypes are slow on a CPU, and float32 is what is merged there.
     dtype = torch.float32
     if device.type != "cpu":
-        dtype = dtype_from_name(session.dtype) or torch.float32
+        dtype = dtype_from_name(merge.config.dtype) or torch.float32
 
-    model_config = copy.deepcopy(session.model_config)
-    planned = {tensor.weight.name for tensor in session.tensors}
+    model_config = copy.deepcopy(merge.load_output()[1])
+    planned = {tensor.weight.name for tensor in merge.tensors}
     if any(name.endswith("lm_head.weight") for name in planned):
         # A head with weights of its own is loaded as such, whatever the config says.
         model_config.tie_word_embeddings = False
@@ -161,11 +137,11 @@ def _analyse(
             n_layers=skeleton.n_layers,
             dtype=dtype,
             device=device,
-            trust_remote_code=session.options.trust_remote_code,
+            trust_remote_code=merge.options.trust_remote_code,
         )
 
     with _show_progress(
-        tasks, skeleton.n_layers, quiet=session.options.quiet
+        tasks, skeleton.n_layers, quiet=merge.options.quiet
     ) as progress:
         return analyse_merge(
             skeleton,
@@ -177,31 +153,50 @@ def _analyse(
                 guard=settings["guard"],
                 memory=memory,
             ),
-            Engine(session.resolve, make_replay(), make_replay, device, progress),
+            Engine(merge.resolve, make_replay(), make_replay, device, progress),
         )
 
 
+def _describe_recipe(config: MergeConfiguration) -> dict[str, Any]:
+    """Write the recipe down, the same for any order of models."""
+
+    def sort(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: sort(item) for key, item in value.items()}
+        if isinstance(value, list) and all(
+            isinstance(item, dict) and "model" in item for item in value
+        ):
+            return [sort(item) for item in sorted(value, key=lambda m: str(m["model"]))]
+        return [sort(item) for item in value] if isinstance(value, list) else value
+
+    document: dict[str, Any] = sort(to_document(config))
+    shared = document.get("parameters", {})
+    document["parameters"] = {k: v for k, v in shared.items() if k not in NO_SETTINGS}
+    return document
+
+
 def _read(
-    task: TaskSettings, session: Session, n_layers: int, device: torch.device
+    task: TaskSettings, merge: PlannedMerge, n_layers: int, device: torch.device
 ) -> TaskData:
-    config = session.model_config.get_text_config()
+    tokenizer, model_config = merge.load_output()
+    config = model_config.get_text_config()
     # A batch's hidden states must fit; a single sequence that does not is refused.
-    memory = parse_bytes(str(session.settings["analysis_memory"]))
+    memory = parse_bytes(str(merge.settings["analysis_memory"]))
     fitting = memory // ((4 * n_layers + 3) * config.hidden_size * 4)
     lengths = [
         int(length)
         for length in (
             getattr(config, "max_position_embeddings", None),
-            getattr(session.tokenizer, "model_max_length", None),
+            getattr(tokenizer, "model_max_length", None),
         )
         if length
     ]
     return read_task(
         task,
-        folders=session.folders,
-        tokenizer=session.tokenizer,
-        accept_share=session.settings["accept_share"],
-        seed=session.settings["seed"],
+        folders=merge.folders,
+        tokenizer=tokenizer,
+        accept_share=merge.settings["accept_share"],
+        seed=merge.settings["seed"],
         max_length=min([MAX_LENGTH, *lengths]),
         vocab_size=config.vocab_size,
         max_tokens=max(1, min(BATCH_CELLS.get(device.type, 8192), fitting)),
@@ -218,8 +213,8 @@ def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
             )
 
 
-def _say(session: Session, text: str) -> None:
-    if not session.options.quiet:
+def _say(merge: PlannedMerge, text: str) -> None:
+    if not merge.options.quiet:
         click.echo(f"hi_merging: {text}")
 
 
@@ -236,7 +231,7 @@ def _describe(task: TaskData) -> str:
 
 
 def _fingerprint(
-    session: Session,
+    merge: PlannedMerge,
     skeleton: Plan,
     tasks: Sequence[TaskData],
     device: torch.device,
@@ -249,7 +244,7 @@ def _fingerprint(
             }
             for model in tensor.experts
         }
-        for tensor in session.tensors
+        for tensor in merge.tensors
     }
     shared = {
         tensor.weight.name: {
@@ -257,20 +252,20 @@ def _fingerprint(
             for name, value in tensor.task.parameters.items()
             if name in PARAMETERS and not PARAMETERS[name].whole_merge
         }
-        for tensor in session.tensors
+        for tensor in merge.tensors
     }
     return make_fingerprint(
         {
             "skeleton": skeleton.model_dump(mode="json"),
-            "memory": session.settings["analysis_memory"],
+            "memory": merge.settings["analysis_memory"],
             "values": values,
             "shared": shared,
-            "sources": {t.weight.name: t.sources for t in session.tensors},
+            "sources": {t.weight.name: t.sources for t in merge.tensors},
             "tasks": [(str(task.settings), task.tokens_sha256) for task in tasks],
-            "vocabulary": session.vocabulary,
-            "model_config": session.model_config.to_dict(),
+            "vocabulary": repr((merge.config.tokenizer, merge.config.tokenizer_source)),
+            "model_config": merge.load_output()[1].to_dict(),
             "device": device.type,
-            "dtype": session.dtype,
+            "dtype": merge.config.dtype,
         }
     )
 
