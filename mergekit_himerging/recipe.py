@@ -213,11 +213,15 @@ def read_tasks(config: Any) -> list[TaskSettings]:
 def _check_analysis(config: Any) -> Iterator[str]:
     """Check that the parameters of the contribution analysis go together."""
     tasks: dict[str, set[str]] = {}
+    values: dict[tuple[str, str], set[str]] = {}
     for model, settings in _model_settings(config):
         files = tasks.setdefault(model, set())
         files |= (
             {str(settings["calibration"])} if settings.get("calibration") else set()
         )
+        for name in ("metric", "samples"):
+            if name in settings:
+                values.setdefault((name, model), set()).add(str(settings[name]))
     without = sorted(model for model, files in tasks.items() if not files)
     if without and len(without) < len(tasks):
         yield (
@@ -227,6 +231,9 @@ def _check_analysis(config: Any) -> Iterator[str]:
     for model, files in sorted(tasks.items()):
         if len(files) > 1:
             yield f"'calibration' of '{model}' must be one file, got {sorted(files)}"
+    for (name, model), found in sorted(values.items()):
+        if len(found) > 1:
+            yield f"'{name}' of '{model}' must be one value, got {sorted(found)}"
     given = config.parameters or {}
     mappings = [given, *(settings for _, settings in _model_settings(config))]
     idle = sorted(
@@ -238,12 +245,14 @@ def _check_analysis(config: Any) -> Iterator[str]:
             "'calibration' under the 'parameters' of each model, or remove them"
         )
     if given.get("preset") == "paper":
-        for name, value in PAPER.items():
-            if name in given and given[name] != value:
-                yield (
-                    f"'preset: paper' must keep {name} at {value}, got {given[name]}; "
-                    "remove one of the two"
-                )
+        for level, where, _, mapping in _parameter_mappings(config):
+            place = "" if level == "recipe" else f" ({where})"
+            for name, value in PAPER.items():
+                if name in mapping and mapping[name] != value:
+                    yield (
+                        f"'preset: paper' must keep {name} at {value}, got "
+                        f"{mapping[name]}{place}; remove one of the two"
+                    )
 
 
 def _model_settings(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

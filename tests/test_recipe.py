@@ -537,6 +537,37 @@ def test_list_of_calibration_files_is_refused():
     ]
 
 
+TWO_SLICES = (
+    "slices: [{sources: [{model: org/base, layer_range: [0, 1]}, "
+    "{model: org/zh, layer_range: [0, 1], parameters: {calibration: a.jsonl%s}}]}, "
+    "{sources: [{model: org/base, layer_range: [1, 2]}, "
+    "{model: org/zh, layer_range: [1, 2], parameters: {calibration: a.jsonl%s}}]%s}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (", metric: loss", ", metric: accuracy", "'metric' .* ['accuracy', 'loss']"),
+        (", samples: 8", ", samples: 16", "'samples' .* ['16', '8']"),
+    ],
+)
+def test_slices_that_measure_one_model_differently_are_refused(one, other, found):
+    name, values = found.split(" .* ")
+    assert problems_of(TWO_SLICES % (one, other, "")) == [
+        f"{name} of 'org/zh' must be one value, got {values}"
+    ]
+    assert problems_of(TWO_SLICES % (one, one, "")) == []
+
+
+def test_preset_names_what_goes_against_it_in_a_slice():
+    text = TWO_SLICES % ("", "", ", parameters: {consensus: sum}")
+    assert problems_of(text + ", parameters: {preset: paper}") == [
+        "'preset: paper' must keep consensus at none, got sum (slices[1]); "
+        "remove one of the two"
+    ]
+
+
 def test_calibration_of_some_models_names_the_others():
     assert problems_of(UNDER_MODEL % "calibration: zh.jsonl") == [
         "every model must have 'calibration' or none, got none for ['org/en']; "

@@ -29,7 +29,7 @@ from mergekit_himerging.analysis.run import (
     _treat,
     _Whole,
 )
-from mergekit_himerging.plan import Plan, Treatment, read_plan
+from mergekit_himerging.plan import Treatment, read_plan
 
 
 @pytest.fixture(autouse=True)
@@ -193,20 +193,18 @@ def decide(**actions: str) -> Resolution:
     )
 
 
-SKELETON = Plan(version=1, base="f", models=("a", "b"), n_layers=1)
-
-
 @pytest.mark.parametrize("before", ["keep", "shrink", "drop"])
 @pytest.mark.parametrize("after", ["keep", "shrink", "drop"])
 def test_later_round_strengthens_a_treatment_or_leaves_it(before, after):
-    first = _treat(SKELETON, decide(a=before, b="keep"), {})
+    first = _treat(decide(a=before, b="keep"), {})
     earlier = {(t.layer, t.model): t for t in first}
-    treatment, other = _treat(SKELETON, decide(a=after, b="keep"), earlier)
+    treatment, other = _treat(decide(a=after, b="keep"), earlier, "in round 2 ")
     order = ["keep", "shrink", "drop"]
     assert treatment.action == max(before, after, key=order.index)
     assert other == first[1]
-    if order.index(after) <= order.index(before):
-        assert treatment == first[0]
+    is_stronger = order.index(after) > order.index(before)
+    assert is_stronger or treatment == first[0]
+    assert treatment.reason.startswith("in round 2 ") == is_stronger
     assert treatment.factors.weight == (0 if treatment.action == "drop" else 1)
 
 

@@ -4,6 +4,7 @@ The oracle shares nothing with the engine: it adds deltas to state dicts, loads 
 into a transformers model and runs its own forward on one text at a time, unpadded.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from mergekit_himerging.analysis.calibration import Sample, TokenSequence, make_batches
-from mergekit_himerging.analysis.jobs import Job, Measured, Variants
+from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError
 from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.streams import run_jobs, split_jobs
@@ -163,6 +164,10 @@ class Family:
             merged=pick(self.plus(self.merge_delta)),
         )
 
+    def load_outer(self, front: Front, model: str) -> Tensors:
+        found = self.load(None)
+        return found.singles[model] if front == "single" else getattr(found, front)
+
     def make_replay(self) -> Replay:
         return Replay(
             self.config,
@@ -267,7 +272,8 @@ def test_chunks_keep_within_memory_and_lose_no_job():
     assert [job for chunk in chunks for job in chunk] == jobs
     assert all(sum(j.n_bytes(3, 32, 4) for j in chunk) <= memory for chunk in chunks)
     with pytest.raises(
-        ValueError, match=r"analysis_memory must be at least .*got 0 MiB"
+        ValueError,
+        match=r"analysis_memory must be at least 1MiB .*got 0\.000954MiB; raise it",
     ):
         list(split_jobs(jobs, family.make_replay(), 1000))
 
@@ -277,6 +283,7 @@ def test_missing_weight_is_named_and_not_made_up():
     del family.base["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         measure(family, "expert0", make_texts(0, (5,)))
+    assert threading.active_count() == 1
 
 
 def test_blocks_that_share_state_are_refused():

@@ -7,13 +7,13 @@ base and models is in memory at a time, one small Executor for each.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from mergekit.common import ModelReference
 from mergekit.graph import Executor, Task
 
-from mergekit_himerging.analysis.jobs import Variants
+from mergekit_himerging.analysis.jobs import Front, Variants
 from mergekit_himerging.kernel import Part, find_cuts, merge_tensor
 from mergekit_himerging.method import CUT
 from mergekit_himerging.parameters import RecipeError, add_place
@@ -21,6 +21,8 @@ from mergekit_himerging.tasks import PlannedTensor
 
 Reference = Literal["full", "same_weight"]
 """What the merge is compared with: the whole single model, or at its merge weight."""
+
+FRONTS: tuple[Front, ...] = get_args(Front)
 
 
 class PlannedWeights:
@@ -55,31 +57,51 @@ class PlannedWeights:
         self._plain = {tensor.weight.name: tensor for tensor in plain}
         self._models = {str(model) for t in treated for model in t.experts}
 
-    def load(self, layer: int | None) -> Variants:
-        """Load one block, or with None what lies outside the blocks.
+    def load(self, layer: int) -> Variants:
+        """Load one block.
 
         Raises:
             RecipeError: a tensor cannot be merged; the message names it.
         """
+        found = Variants(base={}, singles={m: {} for m in self._models}, merged={})
+        if self._only_merged:
+            found.singles.clear()
+        self._load(
+            layer, found, fronts={"merged"} if self._only_merged else set(FRONTS)
+        )
+        return found
+
+    def load_outer(self, front: Front, model: str) -> dict[str, torch.Tensor]:
+        """Load what lies outside the blocks, of one front.
+
+        Raises:
+            RecipeError: a tensor cannot be merged; the message names it.
+        """
+        found = Variants(base={}, singles={model: {}}, merged={})
+        self._load(None, found, fronts={front})
+        if front == "single":
+            return found.singles[model]
+        return found.base if front == "base" else found.merged
+
+    def _load(self, layer: int | None, found: Variants, fronts: set[Front]) -> None:
         members = {
             cast(Task[Any], tensor.task.gather_tensors): tensor
             for tensor in self._by_layer.get(layer, ())
         }
-        found = Variants(base={}, singles={m: {} for m in self._models}, merged={})
         for gather, loaded in Executor(list(members)).run(quiet=True):
             tensor = members[gather]
             try:
-                self._add(tensor, loaded, found)
+                self._add(tensor, loaded, found, fronts)
             except ValueError as error:
                 place = f"tensor '{tensor.weight.name}'"
                 raise RecipeError(add_place(error, place)) from error
-        return found
 
     def _add(
         self,
         tensor: PlannedTensor,
         loaded: Mapping[ModelReference, torch.Tensor],
         found: Variants,
+        fronts: set[Front],
     ) -> None:
         """Merge one tensor in every way and put the results where they belong."""
         name = tensor.weight.name
@@ -91,21 +113,21 @@ class PlannedWeights:
         for value in loaded.values():
             dtype = torch.promote_types(dtype, value.dtype)
         base = base.to(self._device, dtype)
-        parts = self._parts(tensor, loaded, base)
         shared = tensor.task.parameters
         normalize, strength = shared["normalize"], shared["lambda"]
-        found.merged[name] = merge_tensor(
-            base,
-            list(parts.values()),
-            consensus=shared["consensus"],
-            normalize=normalize,
-            strength=strength,
-        )
-        if self._only_merged:
+        if "base" in fronts:
+            found.base[name] = base
+        if "merged" in fronts:
+            found.merged[name] = merge_tensor(
+                base,
+                list(self._parts(tensor, loaded, base).values()),
+                consensus=shared["consensus"],
+                normalize=normalize,
+                strength=strength,
+            )
+        if "single" not in fronts:
             return
-        found.base[name] = base
-        if self._plain[name] is not tensor:
-            parts = self._parts(self._plain[name], loaded, base)
+        parts = self._parts(self._plain[name], loaded, base)
         divisor = sum(part.weight for part in parts.values()) if normalize else 1.0
         for model, weights in found.singles.items():
             part = parts.get(model)

@@ -11,9 +11,13 @@ Depth = Literal["layers", "fronts", "merged"]
 """What is measured of a job: every layer, the three whole models, the merge alone."""
 
 
+Front = Literal["base", "single", "merged"]
+"""Which whole model: F, M_m or G."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """Weights of one block, or of what lies outside the blocks, by MergeKit's names.
+    """Weights of one block, by MergeKit's names.
 
     Attributes:
         base: of F.
@@ -25,19 +29,16 @@ class Variants:
     singles: dict[str, dict[str, torch.Tensor]]
     merged: dict[str, torch.Tensor]
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all tensors, shared ones once."""
-        every = [self.base, *self.singles.values(), self.merged]
-        tensors = {id(t): t for weights in every for t in weights.values()}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
-
 
 class WeightSource(Protocol):
     """Where weights come from, one layer at a time."""
 
-    def load(self, layer: int | None) -> Variants:
-        """Load one block, or with None what lies outside the blocks."""
+    def load(self, layer: int) -> Variants:
+        """Load one block in every way."""
+        ...
+
+    def load_outer(self, front: Front, model: str) -> dict[str, torch.Tensor]:
+        """Load what lies outside the blocks, of one front; M_m's is of ``model``."""
         ...
 
 
@@ -54,6 +55,13 @@ class Job:
     model: str
     batch: Batch
     depth: Depth
+
+    @property
+    def fronts(self) -> tuple[tuple[Front, str], ...]:
+        """The whole models that it runs, each with the model whose M_m it is."""
+        if self.depth == "merged":
+            return (("merged", ""),)
+        return (("base", ""), ("single", self.model), ("merged", ""))
 
     def n_streams(self, n_layers: int) -> int:
         """How many hidden states the job holds after the last layer."""

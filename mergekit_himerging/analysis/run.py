@@ -117,7 +117,7 @@ def analyse_merge(
     layers = _measure_layers(tasks, settings, engine, None)
     contributions = [measure_layers(scores) for scores in layers]
     first = resolution = resolve_conflicts(contributions, settings.rules)
-    treatments = _treat(skeleton, resolution, {})
+    treatments = _treat(resolution, {})
     treated = {
         model: (whole.merged, accepting[model].merged)
         for model, whole in choosing.items()
@@ -125,13 +125,14 @@ def analyse_merge(
     if any(treatment.action != "keep" for treatment in treatments):
         treated = _score_treated(skeleton, treatments, tasks, settings, engine)
     best = _mean_score(choosing, {m: t[0] for m, t in treated.items()}, settings)
-    for _ in range(1, settings.rounds):
+    for number in range(2, settings.rounds + 1):
         plan = skeleton.model_copy(update={"treatments": treatments})
         again = _measure_layers(tasks, settings, engine, plan)
         resolution = resolve_conflicts(
             [measure_layers(scores) for scores in again], settings.rules
         )
-        more = _treat(skeleton, resolution, {(t.layer, t.model): t for t in treatments})
+        earlier = {(t.layer, t.model): t for t in treatments}
+        more = _treat(resolution, earlier, label=f"in round {number} ")
         if more == treatments:
             break
         scores = _score_treated(skeleton, more, tasks, settings, engine)
@@ -296,11 +297,14 @@ def _score(
 
 
 def _treat(
-    skeleton: Plan,
     resolution: Resolution,
     earlier: Mapping[tuple[int, str], Treatment],
+    label: str = "",
 ) -> tuple[Treatment, ...]:
-    """Turn decisions into treatments; an earlier one stays unless this is stronger."""
+    """Turn decisions into treatments; an earlier one stays unless this is stronger.
+
+    The label goes before the reasons: a plan's scores are those of the first round.
+    """
     strength = {"keep": 0, "shrink": 1, "drop": 2}
     treatments = []
     for decision in resolution.decisions:
@@ -311,7 +315,7 @@ def _treat(
             density_factor=decision.density_factor,
             scale_factor=decision.scale_factor,
             weight_factor=0.0 if decision.action == "drop" else 1.0,
-            reason=decision.reason,
+            reason=label + decision.reason,
         )
         before = earlier.get((decision.layer, decision.model))
         if before and strength[before.action] >= strength[treatment.action]:

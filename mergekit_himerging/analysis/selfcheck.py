@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from mergekit_himerging.analysis.jobs import Job, Measured, Variants
+from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError, Weights
 
 
@@ -31,19 +31,22 @@ class SelfCheck:
         self._make_replay = make_replay
         self._job = job
         self._tolerance = tolerance
-        self._forwards: dict[str, _Forward] = {}
+        self._forwards: dict[Front, _Forward] = {}
 
-    def start(self, outer: Variants) -> None:
-        """Begin both forwards; they wait before the first block."""
-        self._forwards = {
-            "base": _Forward(self._make_replay(), outer.base, self._job),
-            "merged": _Forward(self._make_replay(), outer.merged, self._job),
-        }
+    def start(self, front: Front, outer: Weights) -> None:
+        """Begin the forward of a front that is checked; it waits before block 0."""
+        if front != "single":
+            self._forwards[front] = _Forward(self._make_replay(), outer, self._job)
 
     def feed(self, layer: int, weights: Variants) -> None:
         """Take both forwards through one layer."""
         self._forwards["base"].feed(layer, weights.base)
         self._forwards["merged"].feed(layer, weights.merged)
+
+    def stop(self) -> None:
+        """End the forwards, also those that something else has left waiting."""
+        for forward in self._forwards.values():
+            forward.stop()
 
     def compare(self, measured: Measured) -> None:
         """Compare the forwards' log-probabilities with the streams'.
@@ -51,9 +54,8 @@ class SelfCheck:
         Raises:
             UnsupportedModelError: they differ by more than the tolerance.
         """
-        streams = {"base": measured.base, "merged": measured.merged}
         for name, forward in self._forwards.items():
-            full, streamed = forward.finish(), streams[name]
+            full, streamed = forward.finish(), getattr(measured, name)
             if streamed is None:
                 continue
             error = (full - streamed).abs().max().item()
@@ -66,6 +68,10 @@ class SelfCheck:
                 )
 
 
+class _StoppedError(Exception):
+    """Ends a forward that is not fed any more."""
+
+
 class _Forward:
     """One full forward in a thread that only runs while its layer is fed."""
 
@@ -74,12 +80,10 @@ class _Forward:
         self._replay = replay
         self._job = job
         self._wants: queue.Queue[int | None] = queue.Queue()
-        self._weights: queue.Queue[Weights] = queue.Queue()
+        self._weights: queue.Queue[Weights | None] = queue.Queue()
         self._result: torch.Tensor | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(replay.pick_outer(outer),), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(outer,), daemon=True)
         self._thread.start()
         self._next = self._wants.get()
 
@@ -89,6 +93,11 @@ class _Forward:
             return
         self._weights.put(self._replay.pick_block(weights, layer))
         self._next = self._wants.get()
+
+    def stop(self) -> None:
+        """End a forward that waits for weights."""
+        self._weights.put(None)
+        self._thread.join()
 
     def finish(self) -> torch.Tensor:
         """Return the log-probabilities of the targets, ``[targets]``, float64.
@@ -107,7 +116,10 @@ class _Forward:
 
     def _fetch(self, layer: int) -> Weights:
         self._wants.put(layer)
-        return self._weights.get()
+        weights = self._weights.get()
+        if weights is None:
+            raise _StoppedError
+        return weights
 
     def _run(self, outer: Weights) -> None:
         try:

@@ -290,22 +290,26 @@ def _pick_device(options: MergeOptions) -> torch.device:
 def _show_progress(
     tasks: Sequence[TaskData], n_layers: int, *, quiet: bool
 ) -> Iterator[Progress]:
-    """Show block forwards done, of one round of analysis and of its check."""
-    total = 0
+    """Show block forwards done; a further round of analysis is added as it begins."""
+    wholes, again = 0, 0
     for task in tasks:
         for batch in task.choosing.batches:
             job = Job(task.settings.model, batch, "layers")
-            calls = [job.n_block_calls(layer) for layer in range(n_layers)]
-            total += sum(calls) + 4 * n_layers
-        total += 4 * n_layers * len(task.accepting.batches)
+            again += sum(job.n_block_calls(layer) for layer in range(n_layers))
+        n_batches = len(task.choosing.batches) + len(task.accepting.batches)
+        wholes += 3 * n_layers * n_batches
+        again += n_layers * n_batches
     if quiet:
         yield lambda calls, label: None
         return
-    with click.progressbar(length=total, label="analysing", file=sys.stderr) as bar:
+    length = wholes + again
+    with click.progressbar(length=length, label="analysing", file=sys.stderr) as bar:
 
         def progress(calls: int, label: str) -> None:
             if sys.stderr.isatty():  # elsewhere every change of label is a line
                 bar.label = f"analysing {label}"
+            if bar.pos + calls > (bar.length or 0):  # another round
+                bar.length = (bar.length or 0) + again
             bar.update(calls)
 
         yield progress

@@ -7,17 +7,24 @@ branched at an earlier layer is carried on. Invariant: one layer's weights are i
 at a time, and every stream is exactly what a full forward of its model would hold.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from mergekit_himerging.analysis.jobs import Job, Measured, Variants, WeightSource
+from mergekit_himerging.analysis.jobs import (
+    Front,
+    Job,
+    Measured,
+    Variants,
+    WeightSource,
+)
 from mergekit_himerging.analysis.replay import Recording, Replay, RunBlock, Weights
 from mergekit_himerging.analysis.selfcheck import SelfCheck
 
 LOGITS_BYTES = 128 * 2**20
-"""Bound for the logits of one call of the head; more streams are read in turns."""
+"""Bound for the logits of one call of the head; more positions are read in turns."""
 
 
 Progress = Callable[[int, str], None]
@@ -37,7 +44,8 @@ def run_jobs(
 
     Args:
         jobs: what to measure; the result of each depends on its own batch alone.
-        source: the weights; read once per pass, outside the blocks at most twice.
+        source: the weights; read once per pass, outside the blocks at most twice for
+            each front.
         replay: the model to run.
         memory: bytes that the hidden states of one pass may take.
         progress: told after every layer of every job.
@@ -68,9 +76,10 @@ def split_jobs(jobs: Sequence[Job], replay: Replay, memory: int) -> Iterator[lis
         if needed > memory:
             rows, tokens = job.batch.input_ids.shape
             raise ValueError(
-                f"analysis_memory must be at least {needed / 2**20:.0f} MiB for "
+                f"analysis_memory must be at least {math.ceil(needed / 2**20)}MiB for "
                 f"{rows} x {tokens} tokens of '{job.model}' through "
-                f"{len(replay.blocks)} layers, got {memory / 2**20:.0f} MiB"
+                f"{len(replay.blocks)} layers, got {memory / 2**20:.3g}MiB; raise it, "
+                "or shorten the longest rows of the calibration data"
             )
         if chunk and held + needed > memory:
             yield chunk
@@ -88,35 +97,40 @@ class _Streams:
     Attributes:
         job: whose they are.
         calls: recordings under the outer weights of F, M_m and G.
-        base, single, merged: the fronts B, S and G.
+        base, single, merged: the fronts B, S and G; None where the job has none.
         removed_single, removed_merged: S and G without layer k, by k.
         added_single, added_merged: B plus layer k of S and of G, by k.
     """
 
     job: Job
-    calls: dict[str, Recording]
-    base: torch.Tensor | None
-    single: torch.Tensor | None
-    merged: torch.Tensor
+    calls: dict[Front, Recording] = field(default_factory=dict)
+    base: torch.Tensor | None = None
+    single: torch.Tensor | None = None
+    merged: torch.Tensor | None = None
     removed_single: list[torch.Tensor] = field(default_factory=list)
     added_single: list[torch.Tensor] = field(default_factory=list)
     removed_merged: list[torch.Tensor] = field(default_factory=list)
     added_merged: list[torch.Tensor] = field(default_factory=list)
+    read: dict[Front, torch.Tensor] = field(default_factory=dict)
+
+    def start(self, front: Front, replay: Replay, weights: Weights) -> None:
+        """Record the batch under the outer weights of one front."""
+        batch = self.job.batch
+        ids = batch.input_ids.to(replay.device)
+        mask = batch.attention_mask.to(replay.device)
+        recording = replay.record(weights, ids, mask)
+        self.calls[front] = recording
+        setattr(self, front, recording.hidden)
 
     def advance(self, layer: int, replay: Replay, weights: Variants) -> None:
         """Take every stream through one layer and branch the new ones off."""
         front = {
-            name: (stream, self.calls[name].calls[layer])
-            for name, stream in (
-                ("base", self.base),
-                ("single", self.single),
-                ("merged", self.merged),
-            )
-            if stream is not None
+            name: (_given(getattr(self, name)), recording.calls[layer])
+            for name, recording in self.calls.items()
         }
         layered = self.job.depth == "layers"
 
-        def carry(run: RunBlock, streams: list[torch.Tensor], name: str) -> None:
+        def carry(run: RunBlock, streams: list[torch.Tensor], name: Front) -> None:
             call = self.calls[name].calls[layer]
             for index, stream in enumerate(streams):
                 streams[index] = run(stream, call)
@@ -153,20 +167,27 @@ class _Streams:
         self.removed_single += new_single
         self.removed_merged += new_merged
 
-    def read_out(self, replay: Replay, outer: Variants) -> Measured:
-        """Read the log-probabilities of the targets and let go of the streams."""
+    def read_out(self, front: Front, replay: Replay, weights: Weights) -> None:
+        """Read the log-probabilities of one front's streams and let go of them."""
+        streams = [_given(getattr(self, front))]
+        if front == "base":
+            streams += [*self.added_single, *self.added_merged]
+            self.added_single, self.added_merged = [], []
+        elif front == "single":
+            streams += self.removed_single
+            self.removed_single = []
+        else:
+            streams += self.removed_merged
+            self.removed_merged = []
+        setattr(self, front, None)
+        self.read[front] = _read_targets(streams, replay, weights, self.job)
 
-        def read(streams: list[torch.Tensor], weights: Weights) -> torch.Tensor:
-            return _read_targets(streams, replay, weights, self.job)
-
-        n_layers = len(replay.blocks)
-        merged = read([self.merged, *self.removed_merged], outer.merged)
+    def measured(self, n_layers: int) -> Measured:
+        """Return what was read, once all fronts are."""
+        merged = self.read["merged"]
         if self.job.depth == "merged":
             return Measured(merged=merged[0])
-        single = read([_given(self.single), *self.removed_single], self._single(outer))
-        base = read(
-            [_given(self.base), *self.added_single, *self.added_merged], outer.base
-        )
+        base, single = self.read["base"], self.read["single"]
         if self.job.depth == "fronts":
             return Measured(merged=merged[0], base=base[0], single=single[0])
         return Measured(
@@ -179,8 +200,25 @@ class _Streams:
             added_merged=base[1 + n_layers :],
         )
 
-    def _single(self, outer: Variants) -> Weights:
-        return outer.singles[self.job.model]
+
+class _OuterWeights:
+    """What lies outside the blocks, one front at a time; kept where that is cheap."""
+
+    def __init__(self, source: WeightSource, replay: Replay, limit: int) -> None:
+        self._source = source
+        self._replay = replay
+        self._limit = limit
+        self._kept: dict[tuple[Front, str], Weights] = {}
+
+    def get(self, front: Front, model: str) -> Weights:
+        key = (front, model)
+        if key in self._kept:
+            return self._kept[key]
+        weights = self._replay.pick_outer(self._source.load_outer(front, model))
+        n_bytes = sum(t.numel() * t.element_size() for t in weights.values())
+        if n_bytes * (len(self._kept) + 1) <= self._limit:
+            self._kept[key] = weights
+        return weights
 
 
 def _run_pass(
@@ -191,48 +229,38 @@ def _run_pass(
     progress: Progress,
     check: SelfCheck | None,
 ) -> list[Measured]:
-    """Take some jobs through all layers, reading every weight once."""
-    outer = source.load(None)
-    streams = [_start(job, replay, outer) for job in jobs]
-    if check is not None:
-        check.start(outer)
-    keeps_outer = outer.n_bytes <= memory // 4
-    if not keeps_outer:
-        del outer
-    for layer in range(len(replay.blocks)):
-        weights = source.load(layer)
-        for stream in streams:
-            stream.advance(layer, replay, weights)
-            label = f"layer {layer + 1}/{len(replay.blocks)}, '{stream.job.model}'"
-            progress(stream.job.n_block_calls(layer), label)
+    """Take some jobs through all layers, reading every block's weights once."""
+    outer = _OuterWeights(source, replay, memory // 4)
+    streams = [_Streams(job) for job in jobs]
+    fronts = list(dict.fromkeys(front for job in jobs for front in job.fronts))
+    try:
+        for name, model in fronts:
+            weights = outer.get(name, model)
+            for stream in streams:
+                if (name, model) in stream.job.fronts:
+                    stream.start(name, replay, weights)
+            if check is not None:
+                check.start(name, weights)
+        for layer in range(len(replay.blocks)):
+            variants = source.load(layer)
+            for stream in streams:
+                stream.advance(layer, replay, variants)
+                label = f"layer {layer + 1}/{len(replay.blocks)}, '{stream.job.model}'"
+                progress(stream.job.n_block_calls(layer), label)
+            if check is not None:
+                check.feed(layer, variants)
+        for name, model in fronts:
+            weights = outer.get(name, model)
+            for stream in streams:
+                if (name, model) in stream.job.fronts:
+                    stream.read_out(name, replay, weights)
+        measured = [stream.measured(len(replay.blocks)) for stream in streams]
         if check is not None:
-            check.feed(layer, weights)
-    if not keeps_outer:
-        outer = source.load(None)
-    measured = []
-    while streams:
-        measured.append(streams.pop(0).read_out(replay, outer))
-    if check is not None:
-        check.compare(measured[0])
+            check.compare(measured[0])
+    finally:
+        if check is not None:
+            check.stop()
     return measured
-
-
-def _start(job: Job, replay: Replay, outer: Variants) -> _Streams:
-    """Record a job's batch under every outer weights that it needs."""
-    batch = job.batch
-    ids = batch.input_ids.to(replay.device)
-    mask = batch.attention_mask.to(replay.device)
-    sides = {"merged": outer.merged}
-    if job.depth != "merged":
-        sides |= {"base": outer.base, "single": outer.singles[job.model]}
-    calls = {
-        name: replay.record(replay.pick_outer(weights), ids, mask)
-        for name, weights in sides.items()
-    }
-    hidden = {name: recording.hidden for name, recording in calls.items()}
-    return _Streams(
-        job, calls, hidden.get("base"), hidden.get("single"), hidden["merged"]
-    )
 
 
 def _read_targets(
@@ -243,24 +271,21 @@ def _read_targets(
     rows = batch.target_rows.to(replay.device)
     positions = batch.target_positions.to(replay.device)
     ids = batch.target_ids.to(replay.device)
-    outer = replay.pick_outer(weights)
-    per_stream = max(1, len(ids) * replay.vocabulary * 4)
-    at_once = max(1, LOGITS_BYTES // per_stream)
+    hidden = torch.stack([s[rows, positions] for s in streams])
+    # One position a row: learned positions and masks are made for few tokens.
+    flat = hidden.reshape(-1, 1, hidden.shape[-1])  # [streams * targets, 1, width]
+    wanted = ids.repeat(len(streams))  # [streams * targets]
+    at_once = max(1, LOGITS_BYTES // (replay.vocabulary * 4))
     read = []
-    for start in range(0, len(streams), at_once):
-        some = streams[start : start + at_once]
-        hidden = torch.stack(
-            [s[rows, positions] for s in some]
-        )  # [some, targets, width]
-        # One position a row: learned positions and masks are made for few tokens.
-        flat = hidden.reshape(-1, 1, hidden.shape[-1])  # [some * targets, 1, width]
-        logits = replay.read_out(outer, flat).reshape(*hidden.shape[:2], -1).float()
-        chosen = logits.gather(-1, ids.expand(len(some), -1)[..., None])[..., 0]
+    parts = (torch.split(flat, at_once), torch.split(wanted, at_once))
+    for some, targets in zip(*parts, strict=True):
+        logits = replay.read_out(weights, some)[:, 0].float()
+        chosen = logits.gather(-1, targets[:, None])[:, 0]
         read.append((chosen - logits.logsumexp(-1)).double().cpu())
-    return torch.cat(read)
+    return torch.cat(read).reshape(len(streams), -1)
 
 
 def _given(stream: torch.Tensor | None) -> torch.Tensor:
     if stream is None:
-        raise ValueError("a job that measures the merge alone has no other front")
+        raise ValueError("a stream must have been started")
     return stream

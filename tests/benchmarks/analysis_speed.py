@@ -124,7 +124,18 @@ def main(
 
     plain = seen["context"].resolve(None)
     weights = PlannedWeights(plain, plain, device=seen["device"], reference="full")
-    read = clock(lambda: [weights.load(layer) for layer in (None, *range(n_layers))])
+
+    def read_all() -> None:
+        for front, model in (
+            ("base", ""),
+            ("merged", ""),
+            *(("single", e) for e in experts),
+        ):
+            weights.load_outer(front, model)
+        for layer in range(n_layers):
+            weights.load(layer)
+
+    read = clock(read_all)
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     bare = clock(lambda: run_bare(model, batches, n_layers))
