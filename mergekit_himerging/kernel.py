@@ -182,21 +182,45 @@ def _make_pool() -> ThreadPoolExecutor:
 
 
 def _find_cut_of(part: Part, base: torch.Tensor) -> float:
-    _check_density(part.density)
-    if part.tuned.shape != base.shape:
+    (cut,) = find_cuts_at(part.name, part.tuned, base, [part.density])
+    return cut
+
+
+def find_cuts_at(
+    name: str, tuned: torch.Tensor, base: torch.Tensor, densities: Sequence[float]
+) -> list[float]:
+    """Find one tensor's cuts for several densities, in one selection.
+
+    Args:
+        name: the tuned model, for messages.
+        tuned, base: ``[*weight]``; read only.
+        densities: shares of entries kept, in [0, 1].
+
+    Returns:
+        A cut for each density, as ``find_cut`` finds it; all ``KEEP_NONE`` where the
+        model left the tensor as it was.
+
+    Raises:
+        ValueError: as ``find_cuts``.
+    """
+    for density in densities:
+        _check_density(density)
+    if tuned.shape != base.shape:
         raise ValueError(
             f"models must agree in shape, got {list(base.shape)} in the base and "
-            f"{list(part.tuned.shape)} in '{part.name}'"
+            f"{list(tuned.shape)} in '{name}'"
         )
-    if not part.keeps_all:
-        delta = compute_delta(part.name, part.tuned, widen(base))
-        return _select(delta, part.density, spend=True) if delta.any() else KEEP_NONE
+    if any(density < 1 for density in densities):
+        delta = compute_delta(name, tuned, widen(base))
+        if delta.any():
+            return _select(delta, densities, spend=True)
+        return [KEEP_NONE] * len(densities)
     # Every chunk is looked at: the last may hold a NaN.
     changes = [
-        bool(compute_delta(part.name, tuned, widen(row)).any())
-        for row, tuned in _chunks(base, part.tuned)
+        bool(compute_delta(name, tuned_row, widen(row)).any())
+        for row, tuned_row in _chunks(base, tuned)
     ]
-    return KEEP_ALL if any(changes) else KEEP_NONE
+    return [KEEP_ALL if any(changes) else KEEP_NONE] * len(densities)
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -269,29 +293,36 @@ def find_cut(delta: torch.Tensor, density: float) -> float:
         ValueError: ``density`` lies outside [0, 1].
     """
     _check_density(density)
-    return _select(delta.detach(), density, spend=False)
+    (cut,) = _select(delta.detach(), [density], spend=False)
+    return cut
 
 
-def _select(delta: torch.Tensor, density: float, *, spend: bool) -> float:
-    """Find the cut; a delta that may be spent is written to, and needs no copy."""
+def _select(
+    delta: torch.Tensor, densities: Sequence[float], *, spend: bool
+) -> list[float]:
+    """Find cuts; a delta that may be spent is written to, and needs no copy."""
     count = delta.numel()
-    wanted = int(density * count)
-    if density == 1:
-        return KEEP_ALL
-    if wanted == 0:
-        return KEEP_NONE
-    if delta.device.type != "cpu":
+    wanted = [int(density * count) for density in densities]
+    ranked = sorted({n for n in wanted if 0 < n < count})
+    found = {count: KEEP_ALL, 0: KEEP_NONE}
+    if ranked and delta.device.type != "cpu":
         high = count_high_bits(delta)
-        bin_, _ = find_bin(high, wanted)
-        return find_cut_in_counts(high, count_low_bits(delta, bin_), wanted)
-    # numpy's introselect is several times faster than torch.kthvalue on a CPU.
-    magnitudes = (delta.abs_() if spend else delta.abs()).flatten().numpy()
-    rank = count - wanted
-    magnitudes.partition(rank)
-    threshold = magnitudes[rank]
-    above = int(np.count_nonzero(magnitudes[rank:] > threshold))
-    tied_below = int(np.count_nonzero(magnitudes[:rank] == threshold))
-    return _cut_at(threshold, above=above, at_least=wanted + tied_below, wanted=wanted)
+        for n in ranked:
+            bin_, _ = find_bin(high, n)
+            found[n] = find_cut_in_counts(high, count_low_bits(delta, bin_), n)
+    elif ranked:
+        # numpy's introselect is several times faster than torch.kthvalue on a CPU.
+        magnitudes = (delta.abs_() if spend else delta.abs()).flatten().numpy()
+        magnitudes.partition([count - n for n in ranked])
+        for n in ranked:
+            threshold = magnitudes[count - n]
+            above = int(np.count_nonzero(magnitudes[count - n :] > threshold))
+            tied = int(np.count_nonzero(magnitudes[: count - n] == threshold))
+            found[n] = _cut_at(threshold, above=above, at_least=n + tied, wanted=n)
+    return [
+        KEEP_ALL if density == 1 else found[n]
+        for density, n in zip(densities, wanted, strict=True)
+    ]
 
 
 def count_high_bits(delta: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from mergekit_himerging.plan import Plan, read_plan, write_text
 
 VERSIONED = ("mergekit-himerging", "mergekit", "transformers", "torch")
 MAX_HEADER_BYTES = 100 * 2**20
+SAMPLES, SAMPLE_BYTES = 256, 512
+"""How many blocks of a file of weights are hashed, and how long they are."""
 
 
 def read_versions() -> dict[str, str]:
@@ -40,6 +42,7 @@ def hash_model(folders: Iterable[Path]) -> str:
             if path.suffix in (".safetensors", ".bin", ".pt"):
                 stat = path.stat()
                 digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+                digest.update(_read_sample(path, stat.st_size))
             if path.suffix == ".safetensors":
                 digest.update(_read_header(path))
             elif path.suffix in (".json", ".model", ".txt", ".jinja"):
@@ -75,6 +78,17 @@ def _cache_folder() -> Path:
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "mergekit-himerging"
+
+
+def _read_sample(path: Path, size: int) -> bytes:
+    """Read some blocks, evenly over the file."""
+    step = max(SAMPLE_BYTES, size // SAMPLES)
+    read = []
+    with path.open("rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            read.append(file.read(SAMPLE_BYTES))
+    return b"".join(read)
 
 
 def _read_header(path: Path) -> bytes:

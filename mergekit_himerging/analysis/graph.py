@@ -5,12 +5,11 @@ vocabularies, slices), and it is merged by the kernel that will write it. One la
 base and models is in memory at a time, one small Executor for each.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
-from mergekit.common import ModelReference
 from mergekit.graph import Executor, Task
 
 from mergekit_himerging.analysis.jobs import Front, Variants
@@ -25,6 +24,109 @@ Reference = Literal["full", "same_weight"]
 FRONTS: tuple[Front, ...] = get_args(Front)
 
 
+Cuts = dict[tuple[str, str, float], float]
+"""Cut of each (tensor, model, density) that has been ranked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One tensor of all models, in one dtype on the math device, each ``[*weight]``.
+
+    Attributes:
+        base: the base's.
+        tuned: the other models', by name and in their order.
+    """
+
+    base: torch.Tensor
+    tuned: Mapping[str, torch.Tensor]
+
+
+def load_inputs(
+    tensors: Sequence[PlannedTensor], device: torch.device
+) -> Iterator[tuple[PlannedTensor, Inputs]]:
+    """Load the inputs of some planned tensors; those that the base lacks are left out.
+
+    Raises:
+        RecipeError: what is done with a pair fails; the message names the tensor.
+    """
+    members = {
+        cast(Task[Any], tensor.task.gather_tensors): tensor for tensor in tensors
+    }
+    for gather, loaded in Executor(list(members)).run(quiet=True):
+        tensor = members[gather]
+        base_model = tensor.task.base_model
+        base = loaded.get(base_model) if base_model is not None else None
+        if base is None:
+            continue
+        dtype = base.dtype
+        for value in loaded.values():
+            dtype = torch.promote_types(dtype, value.dtype)
+        base = base.to(device, dtype)
+        tuned = {
+            str(model): loaded[model].to(base)
+            for model in sorted(tensor.experts, key=str)
+            if model in loaded and base.is_floating_point()
+        }
+        yield tensor, Inputs(base, tuned)
+
+
+def merge_inputs(tensor: PlannedTensor, inputs: Inputs, cuts: Cuts) -> torch.Tensor:
+    """Merge one tensor as the merge itself will, ``[*weight]``.
+
+    Raises:
+        RecipeError: it cannot be merged; the message names it.
+    """
+    shared = tensor.task.parameters
+    try:
+        return merge_tensor(
+            inputs.base,
+            make_parts(tensor, inputs, cuts),
+            consensus=shared["consensus"],
+            normalize=shared["normalize"],
+            strength=shared["lambda"],
+        )
+    except ValueError as error:
+        raise _name_tensor(error, tensor) from error
+
+
+def make_parts(tensor: PlannedTensor, inputs: Inputs, cuts: Cuts) -> list[Part]:
+    """Make the models' shares of a tensor, in order, with their cuts found and noted.
+
+    Raises:
+        RecipeError: a delta cannot be ranked; the message names the tensor.
+    """
+    parts = []
+    by_name = {str(model): model for model in tensor.experts}
+    for name, tuned in inputs.tuned.items():
+        model = by_name[name]
+        density = tensor.value(model, "density")
+        cut = tensor.value(model, CUT)
+        if cut is None:
+            cut = cuts.get((tensor.weight.name, name, density))
+        parts.append(
+            Part(
+                name=name,
+                tuned=tuned,
+                weight=tensor.value(model, "weight"),
+                density=density,
+                scale=tensor.value(model, "scale"),
+                cut=cut,
+            )
+        )
+    try:
+        parts = find_cuts(inputs.base, parts)
+    except ValueError as error:
+        raise _name_tensor(error, tensor) from error
+    for part in parts:
+        if part.cut is not None:
+            cuts[tensor.weight.name, part.name, part.density] = part.cut
+    return parts
+
+
+def _name_tensor(error: ValueError, tensor: PlannedTensor) -> RecipeError:
+    return RecipeError(add_place(error, f"tensor '{tensor.weight.name}'"))
+
+
 class PlannedWeights:
     """Loads and merges one layer of a planned merge.
 
@@ -33,7 +135,7 @@ class PlannedWeights:
         treated: the same with the values that the merge is made with.
         device: where deltas are pruned and merged.
         reference: what the single models are.
-        cuts: by (tensor, model, density); those found in one pass serve the next.
+        cuts: those found in one pass serve the next.
         only_merged: leave the base and the single models out.
     """
 
@@ -44,7 +146,7 @@ class PlannedWeights:
         *,
         device: torch.device,
         reference: Reference,
-        cuts: dict[tuple[str, str, float], float] | None = None,
+        cuts: Cuts | None = None,
         only_merged: bool = False,
     ) -> None:
         self._device = device
@@ -63,13 +165,9 @@ class PlannedWeights:
         Raises:
             RecipeError: a tensor cannot be merged; the message names it.
         """
-        found = Variants(base={}, singles={m: {} for m in self._models}, merged={})
         if self._only_merged:
-            found.singles.clear()
-        self._load(
-            layer, found, fronts={"merged"} if self._only_merged else set(FRONTS)
-        )
-        return found
+            return self._load(layer, {"merged"}, set())
+        return self._load(layer, set(FRONTS), self._models)
 
     def load_outer(self, front: Front, model: str) -> dict[str, torch.Tensor]:
         """Load what lies outside the blocks, of one front.
@@ -77,96 +175,45 @@ class PlannedWeights:
         Raises:
             RecipeError: a tensor cannot be merged; the message names it.
         """
-        found = Variants(base={}, singles={model: {}}, merged={})
-        self._load(None, found, fronts={front})
+        found = self._load(None, {front}, {model})
         if front == "single":
             return found.singles[model]
         return found.base if front == "base" else found.merged
 
-    def _load(self, layer: int | None, found: Variants, fronts: set[Front]) -> None:
-        members = {
-            cast(Task[Any], tensor.task.gather_tensors): tensor
-            for tensor in self._by_layer.get(layer, ())
-        }
-        for gather, loaded in Executor(list(members)).run(quiet=True):
-            tensor = members[gather]
-            try:
-                self._add(tensor, loaded, found, fronts)
-            except ValueError as error:
-                place = f"tensor '{tensor.weight.name}'"
-                raise RecipeError(add_place(error, place)) from error
+    def _load(
+        self, layer: int | None, fronts: set[Front], models: set[str]
+    ) -> Variants:
+        found = Variants(base={}, singles={m: {} for m in models}, merged={})
+        members = self._by_layer.get(layer, [])
+        for tensor, inputs in load_inputs(members, self._device):
+            name = tensor.weight.name
+            if "base" in fronts:
+                found.base[name] = inputs.base
+            if "merged" in fronts:
+                found.merged[name] = merge_inputs(tensor, inputs, self._cuts)
+            if "single" in fronts:
+                self._add_singles(self._plain[name], inputs, found.singles)
+        return found
 
-    def _add(
+    def _add_singles(
         self,
         tensor: PlannedTensor,
-        loaded: Mapping[ModelReference, torch.Tensor],
-        found: Variants,
-        fronts: set[Front],
+        inputs: Inputs,
+        singles: Mapping[str, dict[str, torch.Tensor]],
     ) -> None:
-        """Merge one tensor in every way and put the results where they belong."""
-        name = tensor.weight.name
-        base_model = tensor.task.base_model
-        base = loaded.get(base_model) if base_model is not None else None
-        if base is None:
-            return
-        dtype = base.dtype
-        for value in loaded.values():
-            dtype = torch.promote_types(dtype, value.dtype)
-        base = base.to(self._device, dtype)
+        parts = {p.name: p for p in make_parts(tensor, inputs, self._cuts)}
         shared = tensor.task.parameters
-        normalize, strength = shared["normalize"], shared["lambda"]
-        if "base" in fronts:
-            found.base[name] = base
-        if "merged" in fronts:
-            found.merged[name] = merge_tensor(
-                base,
-                list(self._parts(tensor, loaded, base).values()),
-                consensus=shared["consensus"],
-                normalize=normalize,
-                strength=strength,
-            )
-        if "single" not in fronts:
-            return
-        parts = self._parts(self._plain[name], loaded, base)
-        divisor = sum(part.weight for part in parts.values()) if normalize else 1.0
-        for model, weights in found.singles.items():
+        divisor = 1.0
+        if shared["normalize"]:
+            divisor = sum(part.weight for part in parts.values())
+        for model, weights in singles.items():
             part = parts.get(model)
             if part is None:
-                weights[name] = base
+                weights[tensor.weight.name] = inputs.base
                 continue
             weight = 1.0
             if self._reference == "same_weight":
-                weight = part.weight * strength / divisor if part.weight else 0.0
-            weights[name] = merge_tensor(base, [replace(part, weight=weight)])
-
-    def _parts(
-        self,
-        tensor: PlannedTensor,
-        loaded: Mapping[ModelReference, torch.Tensor],
-        base: torch.Tensor,
-    ) -> dict[str, Part]:
-        if not base.is_floating_point():
-            return {}
-        parts = [
-            Part(
-                name=str(model),
-                tuned=loaded[model].to(base),
-                weight=tensor.value(model, "weight"),
-                density=tensor.value(model, "density"),
-                scale=tensor.value(model, "scale"),
-                cut=self._known_cut(tensor, model),
+                weight = part.weight * shared["lambda"] / divisor if part.weight else 0
+            weights[tensor.weight.name] = merge_tensor(
+                inputs.base, [replace(part, weight=weight)]
             )
-            for model in sorted(tensor.experts, key=str)
-            if model in loaded
-        ]
-        parts = find_cuts(base, parts)
-        for part in parts:
-            if part.cut is not None:
-                self._cuts[tensor.weight.name, part.name, part.density] = part.cut
-        return {part.name: part for part in parts}
-
-    def _known_cut(self, tensor: PlannedTensor, model: ModelReference) -> float | None:
-        density = tensor.value(model, "density")
-        found = self._cuts.get((tensor.weight.name, str(model), density))
-        cut: float | None = tensor.value(model, CUT)
-        return found if cut is None else cut

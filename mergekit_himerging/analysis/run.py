@@ -23,7 +23,7 @@ from mergekit_himerging.analysis.contribution import (
     resolve_conflicts,
 )
 from mergekit_himerging.analysis.data import Probes, TaskData
-from mergekit_himerging.analysis.graph import PlannedWeights, Reference
+from mergekit_himerging.analysis.graph import Cuts, PlannedWeights, Reference
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
@@ -79,7 +79,7 @@ class Engine:
     make_replay: Callable[[], Replay]
     device: torch.device
     progress: Progress
-    cuts: dict[tuple[str, str, float], float] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +174,9 @@ def _measure_wholes(
     fields = ("base", "single", "merged")
     wholes = [
         {
-            task.settings.model: _Whole(*(_score(task, part, found, f) for f in fields))
+            task.settings.model: _Whole(
+                *(score_probes(task, part, found, f) for f in fields)
+            )
             for task, part, found in measured
             if part is getattr(task, side)
         }
@@ -197,7 +199,7 @@ def _measure_layers(
     return [
         TaskScores(
             model=task.settings.model,
-            **{field: _score(task, part, found, field) for field in fields},
+            **{field: score_probes(task, part, found, field) for field in fields},
         )
         for task, part, found in _measure(
             tasks, settings, engine, plan, ("layers", None)
@@ -274,15 +276,17 @@ def _score_treated(
     """Score the treated merge on the choosing and on the accepting samples."""
     plan = skeleton.model_copy(update={"treatments": treatments})
     measured = _measure(tasks, settings, engine, plan, ("merged", "merged"))
-    scores = [_score(task, part, found, "merged") for task, part, found in measured]
+    scores = [
+        score_probes(task, part, found, "merged") for task, part, found in measured
+    ]
     pairs = zip(scores[::2], scores[1::2], strict=True)
     return {task.settings.model: pair for task, pair in zip(tasks, pairs, strict=True)}
 
 
-def _score(
+def score_probes(
     task: TaskData, probes: Probes, measured: Sequence[Measured], field: str
 ) -> FloatArray:
-    """Turn log-probabilities of targets into scores, ``[n]`` or ``[layers, n]``."""
+    """Turn one field's log-probabilities into scores, ``[n]`` or ``[layers, n]``."""
     if not measured:
         return np.zeros(0)
     values = torch.cat([getattr(m, field) for m in measured], dim=-1)

@@ -31,7 +31,7 @@ from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.parameters import PARAMETERS, RecipeError, parse_bytes
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
-from mergekit_himerging.recipe import TaskSettings, to_document
+from mergekit_himerging.recipe import to_document
 from mergekit_himerging.tasks import describe_merge
 
 LOG = logging.getLogger(__name__)
@@ -56,10 +56,10 @@ def make_plan(merge: PlannedMerge) -> Plan:
     """
     base, models, n_layers = describe_merge(merge.tensors)
     settings = merge.settings
-    device = _pick_device(merge.options)
+    device = pick_device(merge.options)
     memory = parse_bytes(str(settings["analysis_memory"]))
     try:
-        tasks = [_read(task, merge, n_layers, device) for task in merge.tasks]
+        tasks = read_data(merge, device, settings["accept_share"])
         _check_confidence(tasks, settings["confidence"])
         inputs = {
             str(model): hash_model(_folders_of(model))
@@ -120,26 +120,6 @@ def _analyse(
         confidence=settings["confidence"],
         compare=settings["compare"],
     )
-    # Shorter dtypes are slow on a CPU, and float32 is what is merged there.
-    dtype = torch.float32
-    if device.type != "cpu":
-        dtype = dtype_from_name(merge.config.dtype) or torch.float32
-
-    model_config = copy.deepcopy(merge.load_output()[1])
-    planned = {tensor.weight.name for tensor in merge.tensors}
-    if any(name.endswith("lm_head.weight") for name in planned):
-        # A head with weights of its own is loaded as such, whatever the config says.
-        model_config.tie_word_embeddings = False
-
-    def make_replay() -> Replay:
-        return Replay(
-            model_config,
-            n_layers=skeleton.n_layers,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=merge.options.trust_remote_code,
-        )
-
     with _show_progress(
         tasks, skeleton.n_layers, quiet=merge.options.quiet
     ) as progress:
@@ -153,7 +133,13 @@ def _analyse(
                 guard=settings["guard"],
                 memory=memory,
             ),
-            Engine(merge.resolve, make_replay(), make_replay, device, progress),
+            Engine(
+                merge.resolve,
+                make_replay(merge, device),
+                lambda: make_replay(merge, device),
+                device,
+                progress,
+            ),
         )
 
 
@@ -175,9 +161,45 @@ def _describe_recipe(config: MergeConfiguration) -> dict[str, Any]:
     return document
 
 
-def _read(
-    task: TaskSettings, merge: PlannedMerge, n_layers: int, device: torch.device
-) -> TaskData:
+def make_replay(merge: PlannedMerge, device: torch.device) -> Replay:
+    """Make a model without weights that runs the output model's blocks.
+
+    Raises:
+        UnsupportedModelError: it cannot be run block by block.
+    """
+    _, _, n_layers = describe_merge(merge.tensors)
+    # Shorter dtypes are slow on a CPU, and float32 is what is merged there.
+    dtype = torch.float32
+    if device.type != "cpu":
+        dtype = dtype_from_name(merge.config.dtype) or torch.float32
+    model_config = copy.deepcopy(merge.load_output()[1])
+    planned = {tensor.weight.name for tensor in merge.tensors}
+    if any(name.endswith("lm_head.weight") for name in planned):
+        # A head with weights of its own is loaded as such, whatever the config says.
+        model_config.tie_word_embeddings = False
+    return Replay(
+        model_config,
+        n_layers=n_layers,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=merge.options.trust_remote_code,
+    )
+
+
+def read_data(
+    merge: PlannedMerge, device: torch.device, accept_share: float
+) -> list[TaskData]:
+    """Read every task's calibration data.
+
+    Args:
+        merge: whose tasks.
+        device: where they will be run.
+        accept_share: of the rows, those that do not choose.
+
+    Raises:
+        ValueError: the data cannot be used; the message names file and line.
+    """
+    _, _, n_layers = describe_merge(merge.tensors)
     tokenizer, model_config = merge.load_output()
     config = model_config.get_text_config()
     # A batch's hidden states must fit; a single sequence that does not is refused.
@@ -191,16 +213,19 @@ def _read(
         )
         if length
     ]
-    return read_task(
-        task,
-        folders=merge.folders,
-        tokenizer=tokenizer,
-        accept_share=merge.settings["accept_share"],
-        seed=merge.settings["seed"],
-        max_length=min([MAX_LENGTH, *lengths]),
-        vocab_size=config.vocab_size,
-        max_tokens=max(1, min(BATCH_CELLS.get(device.type, 8192), fitting)),
-    )
+    return [
+        read_task(
+            task,
+            folders=merge.folders,
+            tokenizer=tokenizer,
+            accept_share=accept_share,
+            seed=merge.settings["seed"],
+            max_length=min([MAX_LENGTH, *lengths]),
+            vocab_size=config.vocab_size,
+            max_tokens=max(1, min(BATCH_CELLS.get(device.type, 8192), fitting)),
+        )
+        for task in merge.tasks
+    ]
 
 
 def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
@@ -278,7 +303,7 @@ def _folders_of(model: ModelReference) -> list[Path]:
     return folders
 
 
-def _pick_device(options: MergeOptions) -> torch.device:
+def pick_device(options: MergeOptions) -> torch.device:
     """Pick the math device; `--multi-gpu` alone leaves the option at the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     if options.multi_gpu and accelerator is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mergekit_himerging.analysis.calibration import Batch
 from mergekit_himerging.analysis.jobs import (
     Front,
     Job,
@@ -180,7 +181,7 @@ class _Streams:
             streams += self.removed_merged
             self.removed_merged = []
         setattr(self, front, None)
-        self.read[front] = _read_targets(streams, replay, weights, self.job)
+        self.read[front] = read_targets(streams, replay, weights, self.job.batch)
 
     def measured(self, n_layers: int) -> Measured:
         """Return what was read, once all fronts are."""
@@ -263,11 +264,20 @@ def _run_pass(
     return measured
 
 
-def _read_targets(
-    streams: Sequence[torch.Tensor], replay: Replay, weights: Weights, job: Job
+def read_targets(
+    streams: Sequence[torch.Tensor], replay: Replay, weights: Weights, batch: Batch
 ) -> torch.Tensor:
-    """Read log-probabilities, ``[streams, targets]``, float64 on the CPU."""
-    batch = job.batch
+    """Read the log-probabilities of a batch's targets after the last block.
+
+    Args:
+        streams: hidden states of the batch, each ``[rows, tokens, width]``.
+        replay: the model.
+        weights: those outside the blocks.
+        batch: where its targets are.
+
+    Returns:
+        ``[streams, targets]``, float64 on the CPU, in nats.
+    """
     rows = batch.target_rows.to(replay.device)
     positions = batch.target_positions.to(replay.device)
     ids = batch.target_ids.to(replay.device)

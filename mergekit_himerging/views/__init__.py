@@ -1,0 +1,1 @@
+"""Views of a plan: tables, plots and Markdown, from the plan alone."""

@@ -1,0 +1,245 @@
+"""A plan as a plot: contributions, conflicts and treatments over the layers.
+
+Invariant: the colours are told apart in colour blindness (Okabe and Ito) and never say
+anything that a marker, a line style or a hatch does not say too.
+"""
+
+import io
+import logging
+import os
+import textwrap
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mergekit_himerging.plan import Plan
+from mergekit_himerging.scores import TaskReport
+from mergekit_himerging.views.words import DONE, UNITS, list_names, shorten_names
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+LOG = logging.getLogger(__name__)
+
+BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
+SKY, ORANGE, PURPLE = "#56B4E9", "#E69F00", "#CC79A7"
+
+ALONE: Mapping[str, Any] = {"color": BLUE, "marker": "o", "linestyle": "-"}
+MERGED: Mapping[str, Any] = {"color": ORANGE, "marker": "s", "linestyle": "--"}
+CONFLICT: Mapping[str, Any] = {"color": GREEN, "marker": "D", "linestyle": "none"}
+TREATED: Mapping[str, Mapping[str, Any]] = {
+    "keep": {"facecolor": "white", "hatch": ""},
+    "shrink": {"facecolor": SKY, "hatch": "///"},
+    "drop": {"facecolor": VERMILION, "hatch": "xxx"},
+    "set": {"facecolor": PURPLE, "hatch": "---"},
+}
+
+FORMATS = (".png", ".svg")
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw contributions, conflicts and treatments over the layers.
+
+    For each task contributions alone and merged and, beside them, conflicts with a bar
+    of one standard error on each side, in the unit of the task's metric; below, what
+    was done with each model in each layer. Equal plans give equal bytes under one
+    version of matplotlib.
+
+    Args:
+        plan: with scores or treatments; without scores only the treatments are drawn.
+        path: ends in ``.png`` or ``.svg``; written whole or not at all. Text in an SVG
+            stays text. Names that no installed font can show are told by a warning.
+
+    Raises:
+        ValueError: matplotlib is missing, the suffix is another, or the plan has
+            neither scores nor treatments.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise ValueError(
+            f"plot file must end in .png or .svg, got '{path.suffix}' ('{path}')"
+        )
+    tasks = [task for task in plan.tasks if task.layers]
+    if not tasks and not plan.treatments:
+        raise ValueError(
+            "plan must have scores or treatments to be drawn, got neither; "
+            "merge with calibration data to measure it"
+        )
+    try:
+        from matplotlib import style
+    except ImportError as error:
+        raise ValueError(
+            "plots need matplotlib, which is not installed; "
+            "run: pip install 'mergekit-himerging[plots]'"
+        ) from error
+
+    labels = shorten_names(list_names(plan), all_names=True)
+    shown = [labels[name] for name in (*plan.models, *(task.model for task in tasks))]
+    fonts = _pick_fonts(shown, is_embedded=suffix == ".png")
+    settings: dict[str, Any] = {
+        "font.family": fonts,
+        "font.size": 9,
+        "text.parse_math": False,  # a name may hold dollar signs
+        "svg.fonttype": "none",
+        "svg.hashsalt": "mergekit-himerging",
+    }
+    with warnings.catch_warnings(), style.context(["default", settings]):
+        # Said once, by `_pick_fonts`.
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+        content = _draw(plan, tasks, labels, suffix)
+    _write_bytes(path, content)
+
+
+def _draw(
+    plan: Plan, tasks: list[TaskReport], labels: Mapping[str, str], suffix: str
+) -> bytes:
+    from matplotlib.figure import Figure
+
+    strip_height = 0.7 + 0.3 * len(plan.models)
+    heights = [2.4] * len(tasks) + [strip_height]
+    width = min(24.0, max(9.0, 4.0 + 0.15 * plan.n_layers))
+    figure = Figure((width, sum(heights) + 0.8), dpi=150, layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    handles: list[Artist] = []
+    for number, task in enumerate(tasks):
+        name = textwrap.fill(labels[task.model], 40)
+        left = figure.add_subplot(grid[number, 0])
+        right = figure.add_subplot(grid[number, 1])
+        _draw_contributions(left, task, name)
+        _draw_conflicts(right, task, name, number + 1)
+        for axes in (left, right):
+            _mark_layers(axes, plan.n_layers)
+            if number == 0:
+                handles += axes.get_legend_handles_labels()[0]
+    strip = figure.add_subplot(grid[len(tasks), :])
+    handles += _draw_treatments(strip, plan, labels)
+    _mark_layers(strip, plan.n_layers)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    buffer = io.BytesIO()
+    is_svg = suffix == ".svg"
+    metadata = {"Date": None, "Creator": None} if is_svg else {"Software": None}
+    figure.savefig(buffer, format=suffix[1:], metadata=metadata)
+    return buffer.getvalue()
+
+
+def _draw_contributions(axes: "Axes", task: TaskReport, name: str) -> None:
+    scores = sorted(task.layers, key=lambda scores: scores.layer)
+    layers = [s.layer for s in scores]
+    alone = [s.contribution_single for s in scores]
+    merged = [s.contribution_merged for s in scores]
+    axes.plot(layers, alone, label="alone", markersize=4, **ALONE)
+    axes.plot(layers, merged, label="merged", markersize=4, **MERGED)
+    _title(axes, f"{name}: contribution", UNITS[task.metric])
+
+
+def _draw_conflicts(axes: "Axes", task: TaskReport, name: str, number: int) -> None:
+    label = "conflict ± 1 standard error"
+    container = axes.errorbar(
+        [s.layer for s in task.layers],
+        [s.conflict for s in task.layers],
+        # Unknown with one sample: a bar of no length would claim certainty.
+        yerr=[s.conflict_se for s in task.layers] if task.n_samples > 1 else None,
+        label=label,
+        markersize=4,
+        **CONFLICT,
+    )
+    for bars in container[2]:
+        bars.set_gid(f"standard-errors-{number}")
+    _title(axes, f"{name}: conflict", UNITS[task.metric])
+
+
+def _draw_treatments(
+    axes: "Axes", plan: Plan, labels: Mapping[str, str]
+) -> "list[Artist]":
+    """Draw a strip for each model, the first on top; kept layers stay white."""
+    from matplotlib.patches import Patch, Rectangle
+
+    for treatment in plan.treatments:
+        if treatment.action != "keep":
+            corner = (treatment.layer - 0.5, plan.models.index(treatment.model) - 0.4)
+            look = TREATED[treatment.action]
+            axes.add_patch(
+                Rectangle(corner, 1, 0.8, edgecolor="black", linewidth=0.5, **look)
+            )
+    names = [textwrap.fill(labels[model], 28) for model in plan.models]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    put_back = plan.guard is not None and plan.guard.acted
+    title = "treatment" + (": the guard put the plain merge back" if put_back else "")
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xlabel("layer number")
+    shown = {"keep"} | {treatment.action for treatment in plan.treatments}
+    return [
+        Patch(edgecolor="black", linewidth=0.5, label=DONE[action], **look)
+        for action, look in TREATED.items()
+        if action in shown
+    ]
+
+
+def _title(axes: "Axes", title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xlabel("layer number")
+    axes.set_ylabel(unit)
+    axes.axhline(0, color="black", linewidth=0.8)
+
+
+def _mark_layers(axes: "Axes", n_layers: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(-0.6, n_layers - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _pick_fonts(texts: Iterable[str], *, is_embedded: bool) -> list[str]:
+    """Find fonts for all characters; warn of those that no installed font has.
+
+    Args:
+        texts: what is to be shown.
+        is_embedded: whether this machine's fonts are drawn; else the reader's are, and
+            nothing is warned of.
+
+    Returns:
+        Font families; each character is taken from the first that has it.
+    """
+    from matplotlib.font_manager import findfont, fontManager
+    from matplotlib.ft2font import FT2Font
+
+    def find_missing(file: str, wanted: set[str]) -> set[str]:
+        try:
+            font = FT2Font(file)
+        except (OSError, RuntimeError):  # a broken or foreign font file
+            return wanted
+        return {c for c in wanted if not font.get_char_index(ord(c))}
+
+    fonts = ["DejaVu Sans"]  # matplotlib brings it along
+    missing = find_missing(findfont(fonts[0]), set("".join(texts)))
+    for entry in sorted(
+        fontManager.ttflist, key=lambda entry: (entry.name, entry.fname)
+    ):
+        if not missing:
+            break
+        if entry.style != "normal" or entry.name.startswith("Last Resort"):
+            continue  # the latter has a box for every character
+        rest = find_missing(entry.fname, missing)
+        if rest < missing:
+            fonts.append(entry.name)
+            missing = rest
+    if missing and is_embedded:
+        LOG.warning(
+            "no installed font has the characters %s, so the plot shows boxes; install "
+            "one that does, such as Noto Sans CJK, or write the plot as .svg",
+            "".join(sorted(missing)),
+        )
+    return [*fonts, "sans-serif"]
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
