@@ -109,6 +109,7 @@ PARAMETERS: Mapping[str, Parameter] = {
             whole_merge=True,
         ),
         Parameter("plan", str, "", whole_merge=True),
+        Parameter("hide_paths", bool, False, whole_merge=True),
         # The contribution analysis, per model.
         Parameter("calibration", str, "", per_model=True, whole_merge=True),
         _analysis("metric", "loss", choices=("loss", "accuracy"), per_model=True),

@@ -6,7 +6,6 @@ and gradients may give several densities inside one layer.
 """
 
 import json
-import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from mergekit_himerging.names import shorten_names
 from mergekit_himerging.recipe import resolve_model
 from mergekit_himerging.scores import GuardReport, Record, TaskReport
 
@@ -165,19 +165,18 @@ class Plan(Record):
         Returns:
             Factors by (layer, model) for every treatment.
         """
-        spelled = {resolve_model(model): model for model in models}
+        spelled = _match_names(self.models, models)
         return {
-            (treatment.layer, spelled[resolve_model(treatment.model)]): (
-                treatment.factors
-            )
+            (treatment.layer, spelled[treatment.model]): treatment.factors
             for treatment in self.treatments
         }
 
     def check_fit(self, *, base: str, models: Sequence[str], n_layers: int) -> None:
         """Check that the plan was made for this recipe.
 
-        Two spellings of a model are the same where they are the same text, or lead to
-        the same folder on this machine.
+        Two spellings of a model are the same where they are the same text, lead to the
+        same folder on this machine, or one is what ``shorten_names`` makes of the
+        other, as in plans that are published.
 
         Args:
             base: the recipe's base model.
@@ -187,11 +186,10 @@ class Plan(Record):
         Raises:
             ValueError: the base, the models or the number of layers differ.
         """
-        if resolve_model(self.base) != resolve_model(base):
+        if not _match_names([self.base], [base]):
             raise ValueError(f"plan is for base '{self.base}', the recipe has '{base}'")
-        ours = {resolve_model(model) for model in self.models}
-        fits = ours == {resolve_model(model) for model in models}
-        if not fits or not len(ours) == len(self.models) == len(models):
+        spelled = _match_names(self.models, models)
+        if not len(set(spelled.values())) == len(self.models) == len(models):
             raise ValueError(
                 f"plan is for the models {sorted(self.models)}, "
                 f"the recipe has {sorted(models)}"
@@ -207,6 +205,18 @@ class Plan(Record):
         # What is edited by hand comes last, after what explains it.
         fields["treatments"] = fields.pop("treatments")
         return _format_json(fields) + "\n"
+
+
+def _match_names(names: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Find a plan's names among a recipe's models; those not found are left out."""
+    folders = {resolve_model(model): model for model in models}
+    labels = {label: model for model, label in shorten_names(models).items()}
+    found = {}
+    for name in names:
+        model = folders.get(resolve_model(name)) or labels.get(name)
+        if model is not None:
+            found[name] = model
+    return found
 
 
 def read_plan(path: Path) -> Plan:
@@ -249,17 +259,6 @@ def read_plan(path: Path) -> Plan:
         raise ValueError(_first_problem(path, error)) from error
     except ValueError as error:
         raise ValueError(f"plan '{path}' {error}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all, making its folder where needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _format_json(value: object, indent: str = "") -> str:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import transformers
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_himerging import seam
-from mergekit_himerging.parameters import METHOD_NAME
-from mergekit_himerging.plan import Plan
+from mergekit_himerging.parameters import METHOD_NAME, RecipeError
+from mergekit_himerging.plan import Plan, read_plan
 from mergekit_himerging.preflight import check_models, check_recipe, recipe_folders
 from mergekit_himerging.recipe import TaskSettings, read_settings, read_tasks
 from mergekit_himerging.tasks import (
@@ -56,6 +57,32 @@ class PlannedMerge:
         [], tuple[transformers.PreTrainedTokenizerBase, transformers.PretrainedConfig]
     ]
     folders: Sequence[Path]
+
+    def say(self, text: str) -> None:
+        """Print a line, unless the options ask for quiet."""
+        if not self.options.quiet:
+            click.echo(f"hi_merging: {text}")
+
+    def read_plan(self) -> Plan | None:
+        """Read the plan that the recipe names, if it names one.
+
+        Raises:
+            RecipeError: it cannot be read.
+        """
+        name = self.settings.get("plan")
+        if not name:
+            return None
+        if self.tasks:
+            self.say("'plan' is given, so calibration data is not used")
+        tried = [folder / name for folder in self.folders]
+        path = next((path for path in tried if path.exists()), None)
+        if path is None:
+            places = " or ".join(f"'{path}'" for path in dict.fromkeys(tried))
+            raise RecipeError(f"plan must be a file, found none at {places}")
+        try:
+            return read_plan(path)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
 
 
 def plan_recipe(

@@ -12,17 +12,18 @@ from typing import Any
 import click
 
 from mergekit_himerging import seam
+from mergekit_himerging.files import write_text
 from mergekit_himerging.method import HiMerging
 from mergekit_himerging.parameters import METHOD_NAME, RecipeError
-from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan, write_text
+from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.preflight import (
     check_flat_recipe,
     check_layers,
     check_models,
     check_output,
     check_recipe,
-    recipe_folders,
 )
+from mergekit_himerging.recipe import read_settings
 from mergekit_himerging.seam import MARK, SeamError, check_seam, find_moved, mark
 
 LOG = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             if is_new and _is_ours(merge_config):
                 _remove_empty(out_path)
             raise
+        if _is_ours(merge_config):
+            _finish(merge_config, out_path, options)
 
     return run_merge
 
@@ -186,21 +189,20 @@ def _note_places(planner: Any, module: str, layer: int | None) -> None:
 def _treat(planner: Any, config: Any) -> None:
     """Find the plan, by analysis or by name, and put it into the planned tasks."""
     from mergekit_himerging import planning  # loads MergeKit's graph, which loads us
+    from mergekit_himerging.analysis.session import make_plan
+    from mergekit_himerging.report import summarize
 
     merge = planning.describe_planner(planner, config)
-    options, settings = merge.options, merge.settings
-    plan_files = _plan_files(planner, settings["plan_out"])
-    plan = None
-    if settings["plan"]:
-        plan = _read_plan(settings["plan"])
-        if merge.tasks:
-            _say(options, "'plan' is given, so calibration data is not used")
-    elif merge.tasks:
-        plan = _analyse(merge)
-    else:
-        _say(options, "no calibration data, so the merge is model-wise only")
+    plan_files = _plan_files(planner, merge.settings["plan_out"])
+    plan = merge.read_plan()
+    if plan is None and merge.tasks:
+        plan = make_plan(merge)
+        if not merge.options.quiet:
+            click.echo(summarize(plan))
+    elif plan is None:
+        merge.say("no calibration data, so the merge is model-wise only")
     treated = merge.resolve(plan)
-    _write_plan(plan, plan_files, options)
+    _write_plan(plan, plan_files, merge)
     seam.put_tensors(planner, [(tensor.weight, tensor.task) for tensor in treated])
 
 
@@ -226,7 +228,7 @@ def _plan_files(planner: Any, plan_out: str) -> list[Path]:
     return files
 
 
-def _write_plan(plan: Plan | None, files: list[Path], options: Any) -> None:
+def _write_plan(plan: Plan | None, files: list[Path], merge: Any) -> None:
     """Write the plan that is merged; a folder keeps none of an earlier merge."""
     for path in files:
         if plan is None:
@@ -236,18 +238,23 @@ def _write_plan(plan: Plan | None, files: list[Path], options: Any) -> None:
             write_text(path, plan.to_json())
         except OSError as error:
             raise RecipeError(f"cannot write the plan to '{path}': {error}") from error
-        _say(options, f"plan written to {path}")
+        merge.say(f"plan written to {path}")
 
 
-def _analyse(merge: Any) -> Plan:
-    """Make a plan by measuring, and say what is in it."""
-    from mergekit_himerging.analysis.session import make_plan
-    from mergekit_himerging.report import summarize
+def _finish(config: Any, out_path: str, options: Any) -> None:
+    """Put report, plot and card section beside the merged model."""
+    from mergekit_himerging.merged_folder import finish_folder
 
-    plan = make_plan(merge)
-    if not merge.options.quiet:
-        click.echo(summarize(plan))
-    return plan
+    def say(text: str) -> None:
+        if not options.quiet:
+            click.echo(f"hi_merging: {text}")
+
+    finish_folder(
+        Path(out_path),
+        config,
+        hides_paths=read_settings(config)["hide_paths"],
+        say=say,
+    )
 
 
 def _remove_empty(folder: str) -> None:
@@ -256,20 +263,3 @@ def _remove_empty(folder: str) -> None:
         os.rmdir(folder)
     except OSError:
         LOG.debug("'%s' is kept", folder)
-
-
-def _say(options: Any, text: str) -> None:
-    if not options.quiet:
-        click.echo(f"hi_merging: {text}")
-
-
-def _read_plan(name: str) -> Plan:
-    tried = [folder / name for folder in (*recipe_folders(), Path.cwd())]
-    path = next((path for path in tried if path.exists()), None)
-    if path is None:
-        places = " or ".join(f"'{path}'" for path in dict.fromkeys(tried))
-        raise RecipeError(f"plan must be a file, found none at {places}")
-    try:
-        return read_plan(path)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error

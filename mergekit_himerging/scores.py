@@ -68,6 +68,7 @@ class TaskReport(WholeScores):
         metric: what a score is.
         calibration: the data, as the recipe spells it.
         calibration_sha256: of the rows that were used, in any order.
+        calibration_rows: a hash of each row's content, sorted, to find them elsewhere.
         n_tokens, n_targets, n_truncated: tokens, scored tokens, shortened texts.
         accepted_on: the same scores on the samples that did not choose.
         layers: every layer's.
@@ -77,6 +78,7 @@ class TaskReport(WholeScores):
     metric: Literal["loss", "accuracy"]
     calibration: str
     calibration_sha256: str = ""
+    calibration_rows: tuple[str, ...] = ()
     n_tokens: int = 0
     n_targets: int = 0
     n_truncated: int = 0

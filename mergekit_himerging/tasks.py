@@ -233,7 +233,7 @@ def warn_of_rounding(
     wanted = dtype_from_name(dtype)
     models = list(dict.fromkeys(m for t in tensors for m in t.task.model_order))
     for model in models:
-        stored = _stored_dtype(model)
+        stored = stored_itemsize(model)
         if wanted is not None and stored is not None and wanted.itemsize < stored:
             LOG.warning(
                 "hi_merging: dtype %s rounds '%s', stored in %d bytes a value, before "
@@ -248,8 +248,11 @@ def warn_of_rounding(
             )
 
 
-def _stored_dtype(model: ModelReference) -> int | None:
-    """Read the bytes a value of a model's first safetensors tensor; None elsewhere."""
+def stored_itemsize(model: ModelReference) -> int | None:
+    """Read how many bytes a value of a model's first safetensors tensor takes.
+
+    None where that cannot be had cheaply.
+    """
     index = LoaderCache().get(model).index
     for name, file in index.tensor_paths.items():
         if not index.is_safetensors:

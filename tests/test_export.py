@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from mergekit.config import ConditionalParameter, MergeConfiguration, evaluate_s
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 
-from mergekit_himerging.export import Exported, export_recipe, write_setting
+from mergekit_himerging.export.filters import write_setting
+from mergekit_himerging.export.recipe import Exported, _to_plain, export_recipe
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import plan_recipe
 from mergekit_himerging.tasks import apply_plan
@@ -173,50 +174,36 @@ def cases(zoo, deep, rounded) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def stock(cases, tmp_path_factory) -> Path:
-    """A folder of the cases' `breadcrumbs` recipes, merged without the plug-in."""
-    folder = tmp_path_factory.mktemp("stock")
-    # It loads MergeKit, which takes long, while the recipes are made here.
+def exported(cases) -> dict[str, Exported]:
+    """The cases' `breadcrumbs` recipes."""
+    return {
+        name: export(case.recipe, case.plan, "breadcrumbs")
+        for name, case in cases.items()
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mergekit_alone() -> Iterator[subprocess.Popen[str]]:
+    """MergeKit without the plug-in; it loads for long, so beside the other tests."""
     with subprocess.Popen(
         [sys.executable, "-c", STOCK],
         env={**os.environ, "MERGEKIT_HIMERGING_DISABLE": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         text=True,
     ) as process:
-        for name, case in cases.items():
-            exported = export(case.recipe, case.plan, "breadcrumbs")
-            (folder / f"{name}.yml").write_text(exported.text, encoding="utf-8")
-        process.communicate(str(folder))
-    assert process.returncode == 0
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def stock(exported, mergekit_alone, tmp_path_factory) -> Path:
+    """A folder of the `breadcrumbs` recipes, merged without the plug-in."""
+    folder = tmp_path_factory.mktemp("stock")
+    for name, recipe in exported.items():
+        (folder / f"{name}.yml").write_text(recipe.text, encoding="utf-8")
+    mergekit_alone.communicate(str(folder))
+    assert mergekit_alone.returncode == 0
     return folder
-
-
-def merge_by_plan(merge, case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / "plan.json"
-    path.write_text(case.plan.to_json(), encoding="utf-8")
-    parameters = {**case.recipe["parameters"], "plan": str(path)}
-    return merge({**case.recipe, "parameters": parameters}, out=folder / "planned")
-
-
-def assert_equal(
-    left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]
-) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype, name
-        assert torch.equal(tensor, right[name]), name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_exported_recipe_gives_the_weights_of_the_plan_bit_for_bit(
-    cases, stock, merge, tmp_path, name
-):
-    case = cases[name]
-    planned = merge_by_plan(merge, case, tmp_path)
-    assert_equal(load_file(stock / name / "model.safetensors"), planned)
-    again = export(case.recipe, case.plan, "hi_merging")
-    assert again.notes == ()
-    assert_equal(merge(again.text, out=tmp_path / "again"), planned)
 
 
 def test_recipe_has_layers_that_differ_and_nothing_to_measure(zoo):
@@ -268,8 +255,6 @@ parameters: {{scope: tensor, consensus: none, normalize: false, lambda: 1.0}}
 
 
 def test_lora_and_other_architecture_are_spelled_as_mergekit_reads_them(zoo):
-    from mergekit_himerging.export import _to_plain
-
     config = MergeConfiguration.model_validate(
         {
             "merge_method": "hi_merging",
@@ -390,31 +375,28 @@ def count_ties(folder: Path, plan_density: Any) -> tuple[int, int]:
     return tensors, entries
 
 
-def test_ties_are_counted(cases, rounded):
+def test_ties_are_counted(exported, rounded):
     def density(name: str, model: str) -> float:
         return 0.3 * 0.5 if model == "a" and ".layers.1." in name else 0.3
 
-    case = cases["ties in bfloat16"]
-    exported = export(case.recipe, case.plan, "breadcrumbs")
     tensors, entries = count_ties(rounded, density)
     assert 0 < tensors < entries
-    assert exported.notes[0] == (
+    assert exported["ties in bfloat16"].notes[0] == (
         f"entries tied at the cut stay together as planned: {tensors} deltas have a "
         f"density of their own, for {entries} entries more or less than the plan's "
         "share"
     )
 
 
-def test_dtype_is_noted_and_the_output_keeps_its_own(cases):
-    case = cases["ties in bfloat16"]
-    exported = export(case.recipe, case.plan, "breadcrumbs")
-    assert exported.notes[1:] == (
+def test_dtype_is_noted_and_the_output_keeps_its_own(exported):
+    found = exported["ties in bfloat16"]
+    assert found.notes[1:] == (
         "dtype is float32, since breadcrumbs computes in the dtype that it reads; "
         "the plan's merge has bfloat16, the file has bfloat16",
     )
-    recipe = yaml.safe_load(exported.text)
+    recipe = yaml.safe_load(found.text)
     assert (recipe["dtype"], recipe["out_dtype"]) == ("float32", "bfloat16")
-    assert f"# Note: {exported.notes[1]}.\n" in exported.text
+    assert f"# Note: {found.notes[1]}.\n" in found.text
 
 
 def find_differences(
@@ -425,7 +407,7 @@ def find_differences(
     entries = sum(
         x != y
         for a, b in unequal
-        for x, y in zip(a.flatten(), b.flatten(), strict=True)
+        for x, y in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)
     )
     largest = max(float((a.double() - b.double()).abs().max()) for a, b in unequal)
     return (
@@ -450,10 +432,10 @@ DIVISOR = "the divisor of 'normalize' is folded into the weights"
 )
 def test_what_differs_is_measured(merge, tmp_path, shared, weights, why):
     # torch sums the last entries of such a width in another order.
-    save_model(make_llama(seed=0, hidden_size=40), tmp_path / "base")
+    save_model(make_llama(seed=0, n_layers=1, hidden_size=40), tmp_path / "base")
     recipe = make_recipe(tmp_path, parameters=shared)
     for seed, weight in enumerate(weights, start=1):
-        model = make_llama(seed=seed, hidden_size=40)
+        model = make_llama(seed=seed, n_layers=1, hidden_size=40)
         folder = save_model(model, tmp_path / str(seed))
         parameters = {"weight": weight}
         recipe["models"].append({"model": str(folder), "parameters": parameters})
@@ -490,6 +472,18 @@ def test_scale_above_1_is_refused_for_hi_merging(zoo):
         export(recipe, plan, "hi_merging")
 
 
+def test_scale_above_1_becomes_weight_in_breadcrumbs(zoo):
+    recipe = make_recipe(zoo, "a", "b")
+    plan = make_plan(recipe, 3, (1, "a", "set", {"scale": 3}))
+    exported = export(recipe, plan, "breadcrumbs")
+    assert exported.notes == ()
+    model, _ = yaml.safe_load(exported.text)["models"]
+    assert model["parameters"]["weight"] == [
+        {"filter": "model.layers.1.", "value": 1.5},
+        {"value": 0.5},
+    ]
+
+
 def test_values_that_mergekit_reads_differently_are_refused(zoo):
     recipe = make_recipe(zoo, "a", parameters={"scope": "model", "density": 0.5})
     config = MergeConfiguration.model_validate(recipe)
@@ -508,3 +502,34 @@ def test_tensors_of_another_recipe_are_refused(zoo):
         ValueError, match="must make the 29 planned tensors, got 30, or other names"
     ):
         export_recipe(config, tensors[:-1], to="hi_merging", options=OPTIONS)
+
+
+# Merges, last: MergeKit alone has loaded by now
+
+
+def merge_by_plan(merge, case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / "plan.json"
+    path.write_text(case.plan.to_json(), encoding="utf-8")
+    parameters = {**case.recipe["parameters"], "plan": str(path)}
+    return merge({**case.recipe, "parameters": parameters}, out=folder / "planned")
+
+
+def assert_equal(
+    left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]
+) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_recipe_gives_the_weights_of_the_plan_bit_for_bit(
+    cases, stock, merge, tmp_path, name
+):
+    case = cases[name]
+    planned = merge_by_plan(merge, case, tmp_path)
+    assert_equal(load_file(stock / name / "model.safetensors"), planned)
+    again = export(case.recipe, case.plan, "hi_merging")
+    assert again.notes == ()
+    assert_equal(merge(again.text, out=tmp_path / "again"), planned)

@@ -6,18 +6,23 @@ from pathlib import Path
 import mergekit_himerging
 
 ORDER = (
-    *("parameters", "kernel", "scores", "analysis.contribution"),
+    *("files", "names", "parameters", "kernel", "scores", "analysis.contribution"),
     *("recipe", "scope", "method", "plan", "tasks", "report"),
-    *("union", "seam", "preflight", "planning", "export"),
-    *("views.words", "views.table", "views.plot", "views.markdown"),
+    *("union", "seam", "preflight", "planning"),
+    *("export.filters", "export.breadcrumbs", "export.recipe"),
+    *("views.words", "views.table", "views.plot", "views.markdown", "merged_folder"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
-    *("analysis.calibration", "analysis.data"),
+    *("analysis.overlap", "analysis.calibration", "analysis.data"),
     *("analysis.replay", "analysis.jobs", "analysis.selfcheck", "analysis.streams"),
     *("analysis.graph", "analysis.run", "analysis.candidates"),
-    *("analysis.cache", "analysis.session", "search"),
-    *("plugin", "boot", "__init__"),
+    *("analysis.cache", "analysis.session", "estimate", "search"),
+    *("evaluation.intervals", "evaluation.metrics", "evaluation.records"),
+    *("evaluation.data", "evaluation.forward", "evaluation.options"),
+    *("evaluation.scoring", "evaluation.generation", "evaluation.compare"),
+    *("evaluation.run", "evaluation.table", "evaluation.models"),
+    *("plugin", "boot", "api", "__init__", "cli"),
 )
-PURE = ("parameters", "kernel", "scores", "analysis.contribution")
+PURE = ("files", "names", "parameters", "kernel", "scores", "analysis.contribution")
 ROOT = Path(mergekit_himerging.__file__).parent
 
 

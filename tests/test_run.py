@@ -26,8 +26,8 @@ from mergekit_himerging.analysis.run import (
     _mean_score,
     _put_back,
     _summarize,
-    _treat,
     _Whole,
+    treat_decisions,
 )
 from mergekit_himerging.plan import Treatment, read_plan
 
@@ -196,9 +196,11 @@ def decide(**actions: str) -> Resolution:
 @pytest.mark.parametrize("before", ["keep", "shrink", "drop"])
 @pytest.mark.parametrize("after", ["keep", "shrink", "drop"])
 def test_later_round_strengthens_a_treatment_or_leaves_it(before, after):
-    first = _treat(decide(a=before, b="keep"), {})
+    first = treat_decisions(decide(a=before, b="keep"), {})
     earlier = {(t.layer, t.model): t for t in first}
-    treatment, other = _treat(decide(a=after, b="keep"), earlier, "in round 2 ")
+    treatment, other = treat_decisions(
+        decide(a=after, b="keep"), earlier, "in round 2 "
+    )
     order = ["keep", "shrink", "drop"]
     assert treatment.action == max(before, after, key=order.index)
     assert other == first[1]

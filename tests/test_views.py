@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.console import Console
 
+from mergekit_himerging.names import shorten_names
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.scores import LayerScores, TaskReport, WholeScores
 from mergekit_himerging.views.markdown import (
@@ -29,7 +30,7 @@ from mergekit_himerging.views.markdown import (
 )
 from mergekit_himerging.views.plot import draw_plan
 from mergekit_himerging.views.table import plan_as_json, render_plan
-from mergekit_himerging.views.words import shorten_names, summarize_plan
+from mergekit_himerging.views.words import summarize_plan
 
 EN, ZH = "/home/me/models/english", "org/中文专家"
 HOSTILE = (

@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mergekit_himerging.plan import Plan, read_plan, write_text
+from mergekit_himerging.files import write_text
+from mergekit_himerging.plan import Plan, read_plan
 
 VERSIONED = ("mergekit-himerging", "mergekit", "transformers", "torch")
 MAX_HEADER_BYTES = 100 * 2**20

@@ -22,6 +22,7 @@ from mergekit_himerging.analysis.calibration import (
     read_rows,
     tokenize_rows,
 )
+from mergekit_himerging.analysis.overlap import hash_row
 from mergekit_himerging.recipe import TaskSettings
 
 
@@ -40,6 +41,7 @@ class TaskData:
     Attributes:
         settings: what the recipe says.
         rows_sha256: of the rows used.
+        row_hashes: of each of them, sorted.
         choosing: decide the treatments.
         accepting: judge them; may be empty.
         tokenized: counts over both.
@@ -47,6 +49,7 @@ class TaskData:
 
     settings: TaskSettings
     rows_sha256: str
+    row_hashes: tuple[str, ...]
     choosing: Probes
     accepting: Probes
     tokenized: Tokenized
@@ -113,6 +116,7 @@ def read_task(
     return TaskData(
         settings=settings,
         rows_sha256=hash_rows(rows),
+        row_hashes=tuple(sorted(map(hash_row, rows))),
         choosing=probes[0],
         accepting=probes[1],
         tokenized=Tokenized(

@@ -117,7 +117,7 @@ def analyse_merge(
     layers = _measure_layers(tasks, settings, engine, None)
     contributions = [measure_layers(scores) for scores in layers]
     first = resolution = resolve_conflicts(contributions, settings.rules)
-    treatments = _treat(resolution, {})
+    treatments = treat_decisions(resolution, {})
     treated = {
         model: (whole.merged, accepting[model].merged)
         for model, whole in choosing.items()
@@ -132,7 +132,7 @@ def analyse_merge(
             [measure_layers(scores) for scores in again], settings.rules
         )
         earlier = {(t.layer, t.model): t for t in treatments}
-        more = _treat(resolution, earlier, label=f"in round {number} ")
+        more = treat_decisions(resolution, earlier, label=f"in round {number} ")
         if more == treatments:
             break
         scores = _score_treated(skeleton, more, tasks, settings, engine)
@@ -300,7 +300,7 @@ def score_probes(
     return np.stack(scores) if values.dim() == 2 else scores[0]
 
 
-def _treat(
+def treat_decisions(
     resolution: Resolution,
     earlier: Mapping[tuple[int, str], Treatment],
     label: str = "",
@@ -434,6 +434,7 @@ def _report(
         metric=task.settings.metric,
         calibration=task.settings.calibration,
         calibration_sha256=task.rows_sha256,
+        calibration_rows=task.row_hashes,
         n_tokens=task.tokenized.n_tokens,
         n_targets=task.tokenized.n_targets,
         n_truncated=task.tokenized.n_truncated,

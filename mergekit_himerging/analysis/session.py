@@ -43,7 +43,7 @@ BATCH_CELLS = {"cpu": 1024}
 """Tokens of a batch, padding included; 8192 on an accelerator."""
 
 
-NO_SETTINGS = ("plan", "plan_out", "analysis_memory")
+NO_SETTINGS = ("plan", "plan_out", "analysis_memory", "hide_paths")
 """Parameters that say where and how to work, and leave the outcome as it is."""
 
 
@@ -62,7 +62,7 @@ def make_plan(merge: PlannedMerge) -> Plan:
         tasks = read_data(merge, device, settings["accept_share"])
         _check_confidence(tasks, settings["confidence"])
         inputs = {
-            str(model): hash_model(_folders_of(model))
+            str(model): hash_model(folders_of(model))
             for model in dict.fromkeys(
                 m for tensor in merge.tensors for m in tensor.task.model_order
             )
@@ -84,14 +84,13 @@ def make_plan(merge: PlannedMerge) -> Plan:
         fingerprint = _fingerprint(merge, skeleton, tasks, device)
         plan = find_plan(fingerprint)
         if plan is not None:
-            _say(
-                merge,
+            merge.say(
                 "recipe, models and data are those of an earlier run, "
                 "so its analysis is reused",
             )
             return plan
         for task in tasks:
-            _say(merge, _describe(task))
+            merge.say(_describe(task))
         plan = _analyse(merge, skeleton, tasks, device, memory)
     except RecipeError:
         raise
@@ -238,11 +237,6 @@ def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
             )
 
 
-def _say(merge: PlannedMerge, text: str) -> None:
-    if not merge.options.quiet:
-        click.echo(f"hi_merging: {text}")
-
-
 def _describe(task: TaskData) -> str:
     """Say what a task is measured on."""
     counts = task.tokenized
@@ -295,7 +289,7 @@ def _fingerprint(
     )
 
 
-def _folders_of(model: ModelReference) -> list[Path]:
+def folders_of(model: ModelReference) -> list[Path]:
     """List the folders that hold a model's files, and its adapter's."""
     folders = [Path(LoaderCache().get(model).index.base_path)]
     if model.lora is not None:

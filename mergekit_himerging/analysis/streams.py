@@ -9,7 +9,7 @@ at a time, and every stream is exactly what a full forward of its model would ho
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -95,8 +95,12 @@ def split_jobs(jobs: Sequence[Job], replay: Replay, memory: int) -> Iterator[lis
 class _Streams:
     """The hidden states of one job, each ``[rows, tokens, width]``.
 
+    They lie in one block of memory that is taken at the start: hundreds of tensors that
+    come and go between weights would leave holes several times their size.
+
     Attributes:
         job: whose they are.
+        n_layers: of the model.
         calls: recordings under the outer weights of F, M_m and G.
         base, single, merged: the fronts B, S and G; None where the job has none.
         removed_single, removed_merged: S and G without layer k, by k.
@@ -104,6 +108,7 @@ class _Streams:
     """
 
     job: Job
+    n_layers: int
     calls: dict[Front, Recording] = field(default_factory=dict)
     base: torch.Tensor | None = None
     single: torch.Tensor | None = None
@@ -113,6 +118,8 @@ class _Streams:
     removed_merged: list[torch.Tensor] = field(default_factory=list)
     added_merged: list[torch.Tensor] = field(default_factory=list)
     read: dict[Front, torch.Tensor] = field(default_factory=dict)
+    _store: torch.Tensor | None = None
+    _n_stored: int = 0
 
     def start(self, front: Front, replay: Replay, weights: Weights) -> None:
         """Record the batch under the outer weights of one front."""
@@ -120,8 +127,17 @@ class _Streams:
         ids = batch.input_ids.to(replay.device)
         mask = batch.attention_mask.to(replay.device)
         recording = replay.record(weights, ids, mask)
-        self.calls[front] = recording
-        setattr(self, front, recording.hidden)
+        self.calls[front] = replace(recording, hidden=self._keep(recording.hidden))
+        setattr(self, front, self.calls[front].hidden)
+
+    def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Copy a new stream into the store."""
+        if self._store is None:
+            n_streams = self.job.n_streams(self.n_layers)
+            self._store = hidden.new_empty((n_streams, *hidden.shape))
+        slot = self._store[self._n_stored].copy_(hidden)
+        self._n_stored += 1
+        return slot
 
     def advance(self, layer: int, replay: Replay, weights: Variants) -> None:
         """Take every stream through one layer and branch the new ones off."""
@@ -133,29 +149,33 @@ class _Streams:
 
         def carry(run: RunBlock, streams: list[torch.Tensor], name: Front) -> None:
             call = self.calls[name].calls[layer]
-            for index, stream in enumerate(streams):
-                streams[index] = run(stream, call)
+            for stream in streams:
+                stream.copy_(run(stream, call))
+
+        def branch(run: RunBlock, name: Front, into: list[torch.Tensor]) -> None:
+            into.append(self._keep(run(*front[name])))
 
         def under_base(run: RunBlock) -> None:
-            self.base = run(*front["base"])
+            moved["base"] = run(*front["base"])
             if layered:
                 carry(run, self.added_single, "base")
                 carry(run, self.added_merged, "base")
-                new_single.append(run(*front["single"]))
-                new_merged.append(run(*front["merged"]))
+                branch(run, "single", new_single)
+                branch(run, "merged", new_merged)
 
         def under_single(run: RunBlock) -> None:
-            self.single = run(*front["single"])
+            moved["single"] = run(*front["single"])
             if layered:
                 carry(run, self.removed_single, "single")
-                self.added_single.append(run(*front["base"]))
+                branch(run, "base", self.added_single)
 
         def under_merged(run: RunBlock) -> None:
-            self.merged = run(*front["merged"])
+            moved["merged"] = run(*front["merged"])
             if layered:
                 carry(run, self.removed_merged, "merged")
-                self.added_merged.append(run(*front["base"]))
+                branch(run, "base", self.added_merged)
 
+        moved: dict[Front, torch.Tensor] = {}
         new_single: list[torch.Tensor] = []
         new_merged: list[torch.Tensor] = []
         if self.job.depth != "merged":
@@ -165,6 +185,9 @@ class _Streams:
             replay.with_block(layer, single, under_single)
         merged = replay.pick_block(weights.merged, layer)
         replay.with_block(layer, merged, under_merged)
+        # The fronts last: every branch starts from where they stood.
+        for name, output in moved.items():
+            _given(getattr(self, name)).copy_(output)
         self.removed_single += new_single
         self.removed_merged += new_merged
 
@@ -183,7 +206,7 @@ class _Streams:
         setattr(self, front, None)
         self.read[front] = read_targets(streams, replay, weights, self.job.batch)
 
-    def measured(self, n_layers: int) -> Measured:
+    def measured(self) -> Measured:
         """Return what was read, once all fronts are."""
         merged = self.read["merged"]
         if self.job.depth == "merged":
@@ -196,9 +219,9 @@ class _Streams:
             base=base[0],
             single=single[0],
             removed_single=single[1:],
-            added_single=base[1 : 1 + n_layers],
+            added_single=base[1 : 1 + self.n_layers],
             removed_merged=merged[1:],
-            added_merged=base[1 + n_layers :],
+            added_merged=base[1 + self.n_layers :],
         )
 
 
@@ -232,7 +255,7 @@ def _run_pass(
 ) -> list[Measured]:
     """Take some jobs through all layers, reading every block's weights once."""
     outer = _OuterWeights(source, replay, memory // 4)
-    streams = [_Streams(job) for job in jobs]
+    streams = [_Streams(job, len(replay.blocks)) for job in jobs]
     fronts = list(dict.fromkeys(front for job in jobs for front in job.fronts))
     try:
         for name, model in fronts:
@@ -255,7 +278,7 @@ def _run_pass(
             for stream in streams:
                 if (name, model) in stream.job.fronts:
                     stream.read_out(name, replay, weights)
-        measured = [stream.measured(len(replay.blocks)) for stream in streams]
+        measured = [stream.measured() for stream in streams]
         if check is not None:
             check.compare(measured[0])
     finally:
@@ -281,17 +304,20 @@ def read_targets(
     rows = batch.target_rows.to(replay.device)
     positions = batch.target_positions.to(replay.device)
     ids = batch.target_ids.to(replay.device)
-    hidden = torch.stack([s[rows, positions] for s in streams])
-    # One position a row: learned positions and masks are made for few tokens.
-    flat = hidden.reshape(-1, 1, hidden.shape[-1])  # [streams * targets, 1, width]
-    wanted = ids.repeat(len(streams))  # [streams * targets]
     at_once = max(1, LOGITS_BYTES // (replay.vocabulary * 4))
+    # Of long texts even the targets of a few streams are many.
+    n_streams = max(1, at_once // max(1, len(ids)))
     read = []
-    parts = (torch.split(flat, at_once), torch.split(wanted, at_once))
-    for some, targets in zip(*parts, strict=True):
-        logits = replay.read_out(weights, some)[:, 0].float()
-        chosen = logits.gather(-1, targets[:, None])[:, 0]
-        read.append((chosen - logits.logsumexp(-1)).double().cpu())
+    for start in range(0, len(streams), n_streams):
+        some = streams[start : start + n_streams]
+        hidden = torch.stack([stream[rows, positions] for stream in some])
+        # One position a row: learned positions and masks are made for few tokens.
+        flat = hidden.reshape(-1, 1, hidden.shape[-1])  # [some * targets, 1, width]
+        parts = (torch.split(t, at_once) for t in (flat, ids.repeat(len(some))))
+        for states, targets in zip(*parts, strict=True):
+            logits = replay.read_out(weights, states)[:, 0].float()
+            chosen = logits.gather(-1, targets[:, None])[:, 0]
+            read.append((chosen - logits.logsumexp(-1)).double().cpu())
     return torch.cat(read).reshape(len(streams), -1)
 
 

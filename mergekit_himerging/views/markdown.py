@@ -11,20 +11,18 @@ from urllib.parse import quote
 
 import yaml
 
+from mergekit_himerging.names import clean_text, is_local, shorten_names
 from mergekit_himerging.plan import PLAN_FILE, Plan
 from mergekit_himerging.scores import WholeScores
 from mergekit_himerging.views.words import (
     SCORES,
     UNITS,
     Row,
-    clean_text,
     count_actions,
     describe_counts,
     describe_guard,
-    is_local,
     list_names,
     list_rows,
-    shorten_names,
     shorten_sentence,
     show_layer,
     show_number,

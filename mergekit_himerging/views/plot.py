@@ -6,16 +6,17 @@ anything that a marker, a line style or a hatch does not say too.
 
 import io
 import logging
-import os
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mergekit_himerging.files import write_bytes
+from mergekit_himerging.names import shorten_names
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.scores import TaskReport
-from mergekit_himerging.views.words import DONE, UNITS, list_names, shorten_names
+from mergekit_himerging.views.words import DONE, UNITS, list_names
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -89,7 +90,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         # Said once, by `_pick_fonts`.
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         content = _draw(plan, tasks, labels, suffix)
-    _write_bytes(path, content)
+    write_bytes(path, content)
 
 
 def _draw(
@@ -233,13 +234,3 @@ def _pick_fonts(texts: Iterable[str], *, is_embedded: bool) -> list[str]:
             "".join(sorted(missing)),
         )
     return [*fonts, "sans-serif"]
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

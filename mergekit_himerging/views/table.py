@@ -8,20 +8,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.views.words import (
     SCORES,
     UNITS,
     Row,
-    clean_text,
     count_actions,
     describe_counts,
     describe_guard,
     find_treated_layers,
     list_names,
     list_rows,
-    shorten_names,
     shorten_sentence,
     show_layer,
     show_number,

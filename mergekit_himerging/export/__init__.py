@@ -1,0 +1,1 @@
+"""Export: a planned merge as a recipe with explicit values."""
