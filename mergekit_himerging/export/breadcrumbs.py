@@ -53,7 +53,7 @@ class _Count:
 def fold_values(
     tensors: Sequence[PlannedTensor], options: MergeOptions
 ) -> tuple[list[Values], list[str]]:
-    """Find the values of `breadcrumbs`; every tensor is read to count what is kept.
+    """Find the values of `breadcrumbs`; pruned tensors are read to count what is kept.
 
     A scale is folded into its weight, above 1 too.
 

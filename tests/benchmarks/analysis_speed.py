@@ -8,7 +8,8 @@ Prints, from one run and net of imports:
 
 - analysis: the whole of it, as `mergekit-yaml` runs it;
 - bare: the counted block and head calls, made directly on transformers' own modules
-  with all weights in memory, and nothing else;
+  with all weights in memory, and nothing else; with `--bare-share` below 1 only such a
+  share of each layer's calls is made and the rest is multiplied;
 - read: loading, pruning and merging every tensor once, as the analysis does;
 - probe: writing one variant with MergeKit, loading it with transformers and scoring
   one task; a checkpoint per probe takes 4 * tasks * layers of these (two are timed, the
@@ -57,6 +58,7 @@ class StopError(Exception):
 @click.argument("experts_and_data", nargs=-1, required=True)
 @click.option("--samples", default=16, show_default=True)
 @click.option("--density", default=0.2, show_default=True)
+@click.option("--bare-share", default=1.0, show_default=True)
 @click.option("--probes/--no-probes", default=True, show_default=True)
 @click.option("--cache", default=None, help="where merged adapters are kept")
 def main(
@@ -64,6 +66,7 @@ def main(
     experts_and_data: tuple[str, ...],
     samples: int,
     density: float,
+    bare_share: float,
     probes: bool,
     cache: str | None,
 ) -> None:
@@ -138,7 +141,7 @@ def main(
     read = clock(read_all)
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    bare = clock(lambda: run_bare(model, batches, n_layers))
+    bare = run_bare(model, batches, n_layers, bare_share)
 
     analysis = seen["seconds"]
     click.echo(f"analysis {analysis:8.2f} s")
@@ -180,11 +183,22 @@ def main(
         )
 
 
-def run_bare(model: Any, batches: list[Any], n_layers: int) -> None:
-    """Make the counted calls: 4 l + 7 of block l, and the head for 4 L + 3 streams."""
+def run_bare(model: Any, batches: list[Any], n_layers: int, share: float) -> float:
+    """Time the counted calls: 4 l + 7 of block l, and the head for 4 L + 3 streams."""
     import torch
 
     blocks = model.model.layers
+    seconds = 0.0
+
+    def repeat(call: Any, count: int) -> Any:
+        nonlocal seconds
+        made = max(1, round(share * count))
+        start = time.perf_counter()
+        for _ in range(made):
+            output = call()
+        seconds += (time.perf_counter() - start) * count / made
+        return output
+
     with torch.no_grad():
         for batch in batches:
             calls: list[Any] = []
@@ -203,13 +217,19 @@ def run_bare(model: Any, batches: list[Any], n_layers: int) -> None:
             for hook in hooks:
                 hook.remove()
             for layer, (args, kwargs) in enumerate(calls):
-                for _ in range(4 * layer + 7):
-                    hidden = blocks[layer](*args, **kwargs)
+                block = blocks[layer]
+                hidden = repeat(
+                    lambda block=block, a=args, k=kwargs: block(*a, **k), 4 * layer + 7
+                )
             targets = hidden[batch.target_rows, batch.target_positions]
-            for _ in range(4 * n_layers + 3):
+
+            def read(targets=targets, ids=batch.target_ids) -> None:
                 logits = model.lm_head(model.model.norm(targets))
-                logits.gather(-1, batch.target_ids[:, None])
+                logits.gather(-1, ids[:, None])
                 logits.logsumexp(-1)
+
+            repeat(read, 4 * n_layers + 3)
+    return seconds
 
 
 def score_all(model: Any, batches: list[Any]) -> None:
