@@ -1,43 +1,95 @@
-"""The command `mergekit-himerging`: parses, calls, prints; no logic."""
+"""The command `mergekit-himerging`: parses, calls, prints; no logic.
 
-import functools
+Invariant: what MergeKit stands on takes seconds to import, so it is imported by the
+commands that need it, when they run.
+"""
+
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
-from mergekit.options import MergeOptions, add_merge_options
 from rich.console import Console
 
 import mergekit_himerging
-from mergekit_himerging import api
 from mergekit_himerging.files import write_text
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from mergekit.options import MergeOptions
+
+ONLY_WRITING = (
+    *("out_shard_size", "copy_tokenizer", "clone_tensors", "write_model_card"),
+    *("safe_serialization", "async_write", "write_threads"),
+)
+"""Options of MergeKit that shape what `mergekit-yaml` writes: taken, and not shown."""
 
 
-def mendable(command: Command) -> Command:
-    """Turn what a user can mend into one sentence on stderr and exit code 1."""
+class OurCommand(click.Command):
+    """A command that says in one sentence on stderr what a user can mend."""
 
-    @functools.wraps(command)
-    def checked(*arguments: Any, **options: Any) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; with `-v` an error keeps its traceback."""
         try:
-            return command(*arguments, **options)
-        except click.ClickException:
+            return super().invoke(ctx)
+        except (click.ClickException, BrokenPipeError):
             raise
         except (ValueError, OSError) as error:
-            merge_options = options.get("merge_options")
-            if merge_options is not None and merge_options.verbosity:
+            if ctx.params.get("verbosity"):
                 raise
             raise click.ClickException(str(error)) from error
 
-    return checked  # type: ignore[return-value]
+
+class MergeCommand(OurCommand):
+    """A command that takes MergeKit's options too, and gets them as one record."""
+
+    _of_mergekit: tuple[click.Parameter, ...] = ()
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the command's own parameters, then MergeKit's."""
+        if not self._of_mergekit:
+            from mergekit.options import add_merge_options
+
+            callback = add_merge_options(self._with_options(self.callback))
+            self._of_mergekit = tuple(reversed(callback.__click_params__))
+            for option in self._of_mergekit:
+                if isinstance(option, click.Option):
+                    option.hidden = option.name in ONLY_WRITING
+            self.params += self._of_mergekit
+            self.callback = callback
+        return super().get_params(ctx)
+
+    @staticmethod
+    def _with_options(command: Any) -> Callable[..., Any]:
+        def run(*, merge_options: "MergeOptions", **own: Any) -> Any:
+            merge_options.apply_global_options()
+            return command(merge_options=merge_options, **own)
+
+        return run
+
+    def format_options(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """List the command's own options first."""
+        every = self.get_params(ctx)
+        own = [option for option in every if option not in self._of_mergekit]
+        titles = {"Options": own, "Options of mergekit-yaml": self._of_mergekit}
+        for title, options in titles.items():
+            records = [option.get_help_record(ctx) for option in options]
+            with formatter.section(title):
+                formatter.write_dl([record for record in records if record])
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """All commands."""
+
+    command_class = OurCommand
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(mergekit_himerging.__version__)
 def main() -> None:
     """See, steer and prove merges made with `merge_method: hi_merging`.
@@ -53,12 +105,10 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-@main.command()
+@main.command(cls=MergeCommand)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where the merge will go.")
-@add_merge_options
-@mendable
-def check(recipe: Path, out: Path | None, merge_options: MergeOptions) -> None:
+def check(recipe: Path, out: Path | None, merge_options: "MergeOptions") -> None:
     """Find everything that is wrong with RECIPE, then say what it will cost.
 
     \b
@@ -67,6 +117,8 @@ def check(recipe: Path, out: Path | None, merge_options: MergeOptions) -> None:
     Nothing is merged and no model is read whole. Exit code 1 with all problems, one a
     line on stderr; else a table of block forwards, bytes, time and memory.
     """
+    from mergekit_himerging import api
+
     report = api.check(recipe, merge_options, out=out)
     for line in report.problems:
         click.echo(f"error: {line}", err=True)
@@ -78,14 +130,12 @@ def check(recipe: Path, out: Path | None, merge_options: MergeOptions) -> None:
     click.echo("no problems found")
 
 
-@main.command()
+@main.command(cls=MergeCommand)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="Plan file to write."
 )
-@add_merge_options
-@mendable
-def analyze(recipe: Path, out: Path, merge_options: MergeOptions) -> None:
+def analyze(recipe: Path, out: Path, merge_options: "MergeOptions") -> None:
     """Measure the layers of RECIPE and write the plan, without merging.
 
     \b
@@ -94,7 +144,9 @@ def analyze(recipe: Path, out: Path, merge_options: MergeOptions) -> None:
 
     Put `plan: plan.json` under the recipe's `parameters` to merge by it.
     """
-    _refuse_folder(out)
+    from mergekit_himerging import api
+
+    _check_out(out, recipe)
     plan = api.analyze(recipe, merge_options)
     write_text(out, plan.to_json())
     click.echo(f"plan written to {out}")
@@ -103,7 +155,6 @@ def analyze(recipe: Path, out: Path, merge_options: MergeOptions) -> None:
 @main.command()
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
-@mendable
 def show(plan: Path, as_json: bool) -> None:
     """Show what was measured and done; PLAN is a plan file or a merged folder.
 
@@ -128,7 +179,6 @@ def show(plan: Path, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="Image to write; .png or .svg.",
 )
-@mendable
 def plot(plan: Path, out: Path) -> None:
     """Draw contributions, conflicts and treatments over the layers.
 
@@ -143,7 +193,7 @@ def plot(plan: Path, out: Path) -> None:
     click.echo(f"plot written to {out}")
 
 
-@main.command()
+@main.command(cls=MergeCommand)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--to",
@@ -159,10 +209,8 @@ def plot(plan: Path, out: Path) -> None:
     type=click.Path(path_type=Path),
     help="Recipe that the plan is for; otherwise the one that the plan carries.",
 )
-@add_merge_options
-@mendable
 def export(
-    plan: Path, to: Any, out: Path, recipe: Path | None, merge_options: MergeOptions
+    plan: Path, to: Any, out: Path, recipe: Path | None, merge_options: "MergeOptions"
 ) -> None:
     """Write a recipe with the plan's values for every layer; no data is needed then.
 
@@ -171,7 +219,9 @@ def export(
 
     PLAN is a plan file or a merged folder. The models must be at hand.
     """
-    _refuse_folder(out)
+    from mergekit_himerging import api
+
+    _check_out(out, plan, recipe)
     exported = api.export(_read_plan(plan), to, merge_options, recipe=recipe)
     write_text(out, exported.text)
     for note in exported.notes:
@@ -179,7 +229,7 @@ def export(
     click.echo(f"recipe written to {out}")
 
 
-@main.command()
+@main.command(cls=MergeCommand)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
     "--out",
@@ -200,15 +250,21 @@ def export(
     help="Values of density and of scale, evenly up to 1.",
 )
 @click.option("--weights", default="", help="Weights to try too, such as 0.3,0.5,0.7.")
-@add_merge_options
-@mendable
+@click.option(
+    "--objective",
+    default="mean",
+    show_default=True,
+    type=click.Choice(["mean", "worst"]),
+    help="Of the tasks' recovered gains: their mean, or the worst task's.",
+)
 def search(
     recipe: Path,
     out: Path,
     evaluations: int,
     grid: int,
     weights: str,
-    merge_options: MergeOptions,
+    objective: Any,
+    merge_options: "MergeOptions",
 ) -> None:
     """Choose density and scale of every model on the calibration data of RECIPE.
 
@@ -219,28 +275,32 @@ def search(
     One model at a time, coarse to fine; all merges of a round are scored in one pass
     over the layers, and no checkpoint is written.
     """
+    from mergekit_himerging import api
     from mergekit_himerging.search import SearchSettings, write_recipe, write_table
 
-    _refuse_folder(out)
+    table = out.with_suffix(".csv")
+    _check_out(out, recipe, table)
+    _check_out(table, recipe)
     settings = SearchSettings(
-        grid=grid, evaluations=evaluations, weights=_read_numbers(weights)
+        grid=grid,
+        evaluations=evaluations,
+        weights=_read_numbers(weights),
+        objective=objective,
     )
     merge = api.plan(recipe, merge_options)
     with _progress(merge_options, "searching") as progress:
         result = api.search(merge, settings=settings, progress=progress)
-    table = out.with_suffix(".csv")
     write_text(table, write_table(result))
     write_text(out, write_recipe(merge, result))
     start, best = result.trials[0], result.best
-    what = "mean score" if best.gains is None else "mean recovered gain"
     click.echo(
-        f"{what} {start.objective:.4f} as it was, {best.objective:.4f} tuned "
+        f"{result.what} {start.objective:.4f} as it was, {best.objective:.4f} tuned "
         f"(± {start.behind_se:.4f}), of {len(result.trials)} merges"
     )
     click.echo(f"recipe written to {out}, all trials to {table}")
 
 
-@main.command()
+@main.command(cls=MergeCommand)
 @click.argument("models", nargs=-1, required=True)
 @click.option(
     "--data",
@@ -275,8 +335,6 @@ def search(
     type=click.Path(path_type=Path),
     help="Folder for what is done; the same command goes on from it.",
 )
-@add_merge_options
-@mendable
 def evaluate(
     models: tuple[str, ...],
     data: tuple[str, ...],
@@ -288,7 +346,7 @@ def evaluate(
     allow_overlap: bool,
     json_out: Path | None,
     keep_in: Path | None,
-    merge_options: MergeOptions,
+    merge_options: "MergeOptions",
 ) -> None:
     """Score recipes and models side by side on data that no merge has seen.
 
@@ -301,18 +359,19 @@ def evaluate(
     and is merged in memory. Loss, accuracy of choices, exact match, ROUGE and BLEU with
     95 % intervals, recovered gain, paired differences, forgetting.
     """
+    from mergekit_himerging import api
     from mergekit_himerging.evaluation.records import Settings
     from mergekit_himerging.evaluation.table import make_tables
 
     if json_out is not None:
-        _refuse_folder(json_out)
+        _check_out(json_out, *map(Path, models))
     with _progress(merge_options, "evaluating") as say:
         found = api.evaluate(
             models,
-            dict(_split_pair(item) for item in data),
+            _split_pairs(data, _split_data),
             merge_options,
             base=base,
-            experts=dict(_split_pair(item, needs_name=True) for item in experts),
+            experts=_split_pairs(experts, _split_expert),
             rows=rows,
             settings=Settings(generates=generate, max_new_tokens=max_new_tokens),
             allow_overlap=allow_overlap,
@@ -321,21 +380,39 @@ def evaluate(
                 done, f"{done} of {total}, '{model}' on '{task}'"
             ),
         )
+    if json_out is not None:
+        write_text(json_out, found.to_json())
     console = _console()
     console.print(make_tables(found, width=console.width))
     if json_out is not None:
-        write_text(json_out, found.to_json())
         click.echo(f"scores written to {json_out}")
 
 
-def _split_pair(text: str, *, needs_name: bool = False) -> tuple[str, str]:
-    """Split TASK=VALUE; a file without a name is named after itself."""
-    name, separator, value = text.partition("=")
-    if separator and name and value:
-        return name, value
-    if needs_name:
+def _split_pairs(
+    items: Iterable[str], split: Callable[[str], tuple[str, str]]
+) -> dict[str, str]:
+    pairs = [split(item) for item in items]
+    twice = [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]
+    if twice:
+        raise click.ClickException(
+            f"tasks must have names of their own, got '{twice[0]}' twice; "
+            "write TASK=VALUE with another TASK"
+        )
+    return dict(pairs)
+
+
+def _split_data(text: str) -> tuple[str, str]:
+    """Split TASK=FILE; a file without a name is named after itself."""
+    name, _, value = text.partition("=")
+    is_named = bool(name and value) and not Path(text).exists()
+    return (name, value) if is_named else (Path(text).stem, text)
+
+
+def _split_expert(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not (name and value):
         raise click.ClickException(f"expert must be TASK=MODEL, got '{text}'")
-    return Path(text).stem, text
+    return name, value
 
 
 def _read_numbers(text: str) -> tuple[float, ...]:
@@ -359,9 +436,15 @@ def _read_plan(path: Path) -> Plan:
     return read_plan(path)
 
 
-def _refuse_folder(path: Path) -> None:
-    if path.is_dir():
-        raise click.ClickException(f"'{path}' must be a file to write, got a folder")
+def _check_out(out: Path, *inputs: Path | None) -> None:
+    """Refuse to write over a folder, or over what the command reads."""
+    if out.is_dir():
+        raise click.ClickException(f"'{out}' must be a file to write, got a folder")
+    if out.resolve() in {path.resolve() for path in inputs if path is not None}:
+        raise click.ClickException(
+            f"'{out}' must be a new file, got one that the command needs for itself; "
+            "name another file"
+        )
 
 
 def _console() -> Console:
@@ -372,7 +455,7 @@ def _console() -> Console:
 
 @contextmanager
 def _progress(
-    options: MergeOptions, label: str
+    options: "MergeOptions", label: str
 ) -> Iterator[Callable[[int, str], None]]:
     """Say on stderr where a long command is."""
     if options.quiet:

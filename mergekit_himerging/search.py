@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -23,6 +23,8 @@ from mergekit_himerging.parameters import RecipeError, parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
 from mergekit_himerging.tasks import PlannedTensor
+
+Objective = Literal["mean", "worst"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class SearchSettings:
         grid: values of density and of scale each, evenly from 1 / grid to 1.
         evaluations: merges tried for each model at most, the recipe's own besides.
         weights: mixing coefficients tried for each model after that.
+        objective: the ``mean`` of the tasks' recovered gains, or the ``worst`` of them.
 
     Raises:
         ValueError: a value lies outside its range.
@@ -60,6 +63,7 @@ class SearchSettings:
     grid: int = 10
     evaluations: int = 25
     weights: tuple[float, ...] = ()
+    objective: Objective = "mean"
 
     def __post_init__(self) -> None:
         if not 2 <= self.grid <= 100:
@@ -77,7 +81,7 @@ class Trial:
         choice: of all models.
         scores: mean score by task's model, higher is better.
         gains: recovered gain by task's model; None with ``compare: raw``.
-        objective: mean recovered gain over tasks, or mean score with ``raw``.
+        objective: of the recovered gains, or of the scores with ``compare: raw``.
         behind: how much the objective is below the best trial's.
         behind_se: standard error of that, paired over the samples.
     """
@@ -101,6 +105,7 @@ class SearchResult:
         base, single: mean score of the base, and of each task's own whole model, by
             task's model.
         n_samples: by task's model.
+        what: the objective, in words.
     """
 
     trials: tuple[Trial, ...]
@@ -108,6 +113,7 @@ class SearchResult:
     base: Mapping[str, float]
     single: Mapping[str, float]
     n_samples: Mapping[str, int]
+    what: str
 
 
 ScoreChoices = Callable[[Sequence[Choice]], list[list[FloatArray]]]
@@ -159,7 +165,12 @@ def search_merge(
             progress=progress,
         )
 
-    search = _Search(models, score, is_raw=merge.settings["compare"] == "raw")
+    search = _Search(
+        models,
+        score,
+        is_raw=merge.settings["compare"] == "raw",
+        objective=settings.objective,
+    )
     search.measure_references()
     search.try_all("", [{}])
     for model in models:
@@ -226,11 +237,17 @@ class _Search:
     """Trials made so far, and what they are compared by."""
 
     def __init__(
-        self, models: Sequence[str], score: ScoreChoices, *, is_raw: bool
+        self,
+        models: Sequence[str],
+        score: ScoreChoices,
+        *,
+        is_raw: bool,
+        objective: Objective = "mean",
     ) -> None:
         self._models = models
         self._score = score
         self._is_raw = is_raw
+        self._objective_of = objective
         self._made: dict[str, tuple[str, Choice, list[FloatArray]]] = {}
         self._base: list[FloatArray] = []
         self._single: list[FloatArray] = []
@@ -276,11 +293,37 @@ class _Search:
         """Return the best choice; of equals the earliest."""
         return max(self._made.values(), key=lambda made: self._objective(made[2]))[1]
 
-    def _objective(self, scores: Sequence[FloatArray]) -> float:
-        units = zip(scores, self._base, self._gains(), strict=True)
+    def _shares(self, scores: Sequence[FloatArray]) -> list[FloatArray]:
+        """Return each task's samples in the unit that tasks are compared in."""
         if self._is_raw:
-            return float(np.mean([task.mean() for task in scores]))
-        return float(np.mean([(s - b).mean() / gain for s, b, gain in units]))
+            return list(scores)
+        units = zip(scores, self._base, self._gains(), strict=True)
+        return [(score - base) / gain for score, base, gain in units]
+
+    def _objective(self, scores: Sequence[FloatArray]) -> float:
+        means = [float(share.mean()) for share in self._shares(scores)]
+        return min(means) if self._objective_of == "worst" else float(np.mean(means))
+
+    def _difference_se(
+        self, one: Sequence[FloatArray], other: Sequence[FloatArray]
+    ) -> float:
+        """Return the standard error of a difference of objectives.
+
+        Paired over the samples of a task; tasks are independent of each other.
+        """
+        mine, theirs = self._shares(one), self._shares(other)
+        if self._objective_of == "mean":
+            parts = [(a - b) / len(mine) for a, b in zip(mine, theirs, strict=True)]
+        else:
+            worst, their_worst = (
+                min(range(len(shares)), key=lambda t: shares[t].mean())
+                for shares in (mine, theirs)
+            )
+            parts = [mine[worst], theirs[their_worst]]
+            if worst == their_worst:
+                parts = [mine[worst] - theirs[worst]]
+        variances = [part.var(ddof=1) / len(part) for part in parts if len(part) > 1]
+        return math.sqrt(math.fsum(variances))
 
     def result(self) -> SearchResult:
         """Describe all trials, each against the best."""
@@ -291,6 +334,8 @@ class _Search:
             best=max(trials, key=lambda trial: trial.objective),
             base=self._means(self._base),
             single=self._means(self._single),
+            what=f"{self._objective_of} "
+            + ("score" if self._is_raw else "recovered gain"),
             n_samples={
                 m: len(b) for m, b in zip(self._models, self._base, strict=True)
             },
@@ -306,28 +351,15 @@ class _Search:
         scores: Sequence[FloatArray],
         best: Sequence[FloatArray],
     ) -> Trial:
-        gains = self._gains()
-        recovered = [
-            float((s - b).mean()) / gain
-            for s, b, gain in zip(scores, self._base, gains, strict=True)
-        ]
-        # Paired over the samples of a task; tasks are independent of each other.
-        variance = 0.0
-        for mine, theirs, gain in zip(scores, best, gains, strict=True):
-            difference = (theirs - mine) / gain
-            if len(difference) > 1:
-                variance += float(difference.var(ddof=1)) / len(difference)
         objective = self._objective(scores)
         return Trial(
             model=model,
             choice=choice,
             scores=self._means(scores),
-            gains=None
-            if self._is_raw
-            else dict(zip(self._models, recovered, strict=True)),
+            gains=None if self._is_raw else self._means(self._shares(scores)),
             objective=objective,
             behind=self._objective(best) - objective,
-            behind_se=math.sqrt(variance) / len(scores),
+            behind_se=self._difference_se(best, scores),
         )
 
 
@@ -359,7 +391,7 @@ def write_recipe(merge: PlannedMerge, result: SearchResult) -> str:
     document = to_document(merge.config)
     _put_values(document, result.best.choice, str(merge.config.base_model))
     start, best = result.trials[0], result.best
-    what = "mean score" if best.gains is None else "mean recovered gain"
+    what = result.what
     samples = ", ".join(f"{n} samples of '{m}'" for m, n in result.n_samples.items())
     lines = [
         f"Tuned by mergekit-himerging search: {len(result.trials)} merges scored on",

@@ -147,6 +147,30 @@ def test_standard_error_is_that_of_paired_samples():
     assert worse.behind_se == pytest.approx(np.sqrt(variance) / 2)
 
 
+def test_worst_task_decides_where_asked():
+    """`x` has the better mean, `y` the better worst task."""
+    base = [np.array([0.0, 0.0]), np.array([0.0, 0.0])]
+    single = [np.array([1.0, 1.0]), np.array([2.0, 2.0])]
+    x = [np.array([1.0, 0.8]), np.array([0.2, 0.6])]
+    y = [np.array([0.3, 0.5]), np.array([0.9, 0.7])]
+    replies = iter([[base, single, single], [x, y]])
+    found = search._Search(
+        ["a", "b"], lambda choices: next(replies), is_raw=False, objective="worst"
+    )
+    found.measure_references()
+    found.try_all("a", [{}, {"a": Values(density=0.5)}])
+    result = found.result()
+    first, second = result.trials
+    assert result.best == second
+    assert first.objective == pytest.approx(0.2)  # task b: 0.4 of 2
+    assert second.objective == pytest.approx(0.4)  # both tasks
+    assert first.behind == pytest.approx(0.2)
+    # The worst tasks differ: b in `x`, a in `y`, so their variances add up.
+    variance = np.var([0.1, 0.3], ddof=1) / 2 + np.var([0.3, 0.5], ddof=1) / 2
+    assert first.behind_se == pytest.approx(np.sqrt(variance))
+    assert result.what == "worst recovered gain"
+
+
 @pytest.mark.parametrize("peak", [*itertools.product((1, 4, 8, 10), (2, 7, 10))])
 def test_coarse_to_fine_finds_the_peak_of_a_smooth_hill(peak):
     """With a quarter of the grid's evaluations."""

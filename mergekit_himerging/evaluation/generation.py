@@ -65,7 +65,7 @@ def generate_answers(
         model: in evaluation mode; its sampling settings play no part.
         tokenizer: the model's.
         rows: of ``FREE_SHAPES``.
-        max_new_tokens: most tokens of an answer, below the model's bound.
+        max_new_tokens: most tokens of an answer; half of the model's bound at most.
         max_length: most tokens of prompt and answer, beside the model's own bound; a
             longer prompt loses its beginning, but not a beginning-of-sequence token.
         max_tokens: most cells of a batch, padding and answers included.
@@ -74,16 +74,15 @@ def generate_answers(
         The answers, one for each row, and how many prompts were cut.
 
     Raises:
-        ValueError: a row cannot be tokenised for this model, or ``max_new_tokens``
-            leaves no room for a prompt.
+        ValueError: a row cannot be tokenised for this model.
     """
     length, vocab_size = measure_lengths(model, tokenizer, max_length=max_length)
-    room = length - max_new_tokens
-    if room < 1:
-        raise ValueError(
-            f"max_new_tokens must be below the {length} tokens that the model takes, "
-            f"got {max_new_tokens}"
+    if max_new_tokens > length // 2:
+        LOG.warning(
+            "answers are cut at %d tokens, half of what the model takes", length // 2
         )
+        max_new_tokens = max(1, length // 2)
+    room = length - max_new_tokens
     samples = tokenize_rows(
         rows, tokenizer, metric="loss", max_length=length, vocab_size=vocab_size
     ).samples
