@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from mergekit_himerging.files import STRICT_JSON
 from mergekit_himerging.names import shorten_names
 from mergekit_himerging.recipe import resolve_model
 from mergekit_himerging.scores import GuardReport, Record, TaskReport
@@ -239,10 +240,7 @@ def read_plan(path: Path) -> Plan:
                 f"must be under {MAX_PLAN_BYTES >> 20} MiB, got {size >> 20} MiB"
             )
         text = path.read_text(encoding="utf-8-sig")
-        content = json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
-        )
-        return Plan.model_validate(content)
+        return Plan.model_validate(STRICT_JSON.decode(text))
     except OSError as error:
         raise ValueError(f"cannot read plan '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -306,16 +304,3 @@ def _first_problem(path: Path, error: ValidationError) -> str:
     return f"plan '{path}'{f', {place}' if place else ''}: {message}" + (
         f" (and {more} more)" if more else ""
     )
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"must have finite numbers, got {name}")
-
-
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"must have each field once, got {repeated} twice")
-    return content

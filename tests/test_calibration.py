@@ -396,7 +396,7 @@ BAD_FILES: dict[str, tuple[str, str | bytes, str]] = {
     "key twice": (
         "a.jsonl",
         '{"text": "x", "text": "y"}',
-        "a.jsonl line 1 must have each key once, got ['text'] twice",
+        "a.jsonl line 1 must have each field once, got ['text'] twice",
     ),
     "nested": (
         "a.jsonl",
@@ -416,7 +416,7 @@ BAD_FILES: dict[str, tuple[str, str | bytes, str]] = {
     "key twice in json": (
         "a.json",
         '\n\n[{"y": {"a": 1, "a": 1}}]',
-        "a.json line 3 must have each key once, got ['a'] twice",
+        "a.json line 3 must have each field once, got ['a'] twice",
     ),
     "rows a line in json": (
         "a.json",

@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mergekit_himerging.analysis.rows import Row, parse_row
+from mergekit_himerging.files import STRICT_JSON
 
 MAX_FILE_BYTES = 2**30
 """A calibration set has some hundred rows; this refuses a training corpus."""
@@ -224,7 +225,7 @@ def _decode(data: bytes, name: str, first_line: int) -> str:
 
 def _decode_json(text: str, place: str) -> object:
     try:
-        return _DECODER.decode(text)
+        return STRICT_JSON.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{place} must be JSON: {error.msg} (character {error.pos + 1})"
@@ -235,7 +236,7 @@ def _decode_json(text: str, place: str) -> object:
 
 def _decode_json_at(text: str, start: int, name: str, place: str) -> tuple[object, int]:
     try:
-        return _DECODER.raw_decode(text, start)
+        return STRICT_JSON.raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise _not_json(error, name) from error
     except (ValueError, RecursionError) as error:
@@ -267,23 +268,7 @@ def _skip_blanks(text: str, start: int) -> int:
     return match.end() if match else start
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"must have finite numbers, got {name}")
-
-
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"must have each key once, got {repeated} twice")
-    return content
-
-
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
-)
 
 
 def _one_line(error: Exception) -> str:
