@@ -15,6 +15,7 @@ from mergekit_himerging.files import write_text
 from mergekit_himerging.names import is_local, shorten_names
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.recipe import to_document
+from mergekit_himerging.staging import find_target
 from mergekit_himerging.views.markdown import (
     REPORT_FILE,
     put_section,
@@ -71,7 +72,7 @@ def finish_folder(
     if card.is_file():
         section = write_card_section(plan, recipe=recipe)
         write_text(card, put_section(card.read_text(encoding="utf-8"), section))
-    say(f"report written to {folder / REPORT_FILE}")
+    say(f"report written to {find_target(folder) / REPORT_FILE}")
 
 
 def _label(plan: Plan | None, document: Any) -> dict[str, str]:

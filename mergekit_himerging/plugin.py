@@ -1,10 +1,13 @@
 """Where the package meets MergeKit: registration, hooks, the plan put into a merge."""
 
+import contextlib
 import functools
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +26,13 @@ from mergekit_himerging.preflight import (
     check_output,
     check_recipe,
 )
-from mergekit_himerging.recipe import read_settings
 from mergekit_himerging.seam import MARK, SeamError, check_seam, find_moved, mark
+from mergekit_himerging.staging import find_target, remove_files, stage_folder
 
 LOG = logging.getLogger(__name__)
+
+VIEW_FILES = ("hi_merging_report.md", "hi_merging_plot.svg")
+"""What an earlier merge has left of its plan's views."""
 
 
 def register_method(module: ModuleType) -> None:
@@ -106,25 +112,63 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             check_recipe(merge_config, config_source)
             check_models(merge_config, options)
             check_output(merge_config, out_path)
-        is_new = not os.path.exists(out_path)
-        try:
+            _merge(original, merge_config, Path(out_path), options, config_source)
+        else:
             original(merge_config, out_path, options, config_source)
-        except BaseException:
-            if is_new and _is_ours(merge_config):
-                _remove_empty(out_path)
-            raise
-        if _is_ours(merge_config):
-            _finish(merge_config, out_path, options)
 
     return run_merge
+
+
+_MERGED: ContextVar[list[Any]] = ContextVar("_MERGED")
+"""What the merge of this context has planned, once it has."""
+
+
+def _merge(
+    original: Callable[..., None],
+    config: Any,
+    out: Path,
+    options: Any,
+    source: str | None,
+) -> None:
+    """Merge beside the target, check what was written, and move it there."""
+    from mergekit_himerging.merged_folder import finish_folder
+    from mergekit_himerging.verify import verify_folder
+
+    is_new = not out.exists()
+    given = config.model_copy(deep=True)
+    planned: list[Any] = []
+    token = _MERGED.set(planned)
+    try:
+        with stage_folder(out) as staged:
+            original(config, str(staged), options, source)
+            ((merge, tensors),) = planned
+            verify_folder(
+                staged, tensors, out_dtype=given.out_dtype, device=options.device
+            )
+            if (out / PLAN_FILE).exists():
+                shutil.copyfile(out / PLAN_FILE, staged / PLAN_FILE)
+            finish_folder(
+                staged,
+                given,
+                hides_paths=merge.settings["hide_paths"],
+                say=merge.say,
+            )
+            remove_files(out, VIEW_FILES)
+    except BaseException:
+        if is_new:
+            _remove_empty(str(out))
+        raise
+    finally:
+        _MERGED.reset(token)
 
 
 def _wrap_plan_to_disk(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def plan_to_disk(self: Any, out_path: str) -> Any:
         if _is_ours(self.config):
-            check_output(self.config, out_path)
-            self.himerging_out_path = out_path
+            target = str(find_target(Path(out_path)))
+            check_output(self.config, target)
+            self.himerging_out_path = target
         return original(self, out_path)
 
     return plan_to_disk
@@ -203,6 +247,8 @@ def _treat(planner: Any, config: Any) -> None:
         merge.say("no calibration data, so the merge is model-wise only")
     treated = merge.resolve(plan)
     _write_plan(plan, plan_files, merge)
+    with contextlib.suppress(LookupError):  # a planner of someone else's
+        _MERGED.get().append((merge, treated))
     seam.put_tensors(planner, [(tensor.weight, tensor.task) for tensor in treated])
 
 
@@ -239,22 +285,6 @@ def _write_plan(plan: Plan | None, files: list[Path], merge: Any) -> None:
         except OSError as error:
             raise RecipeError(f"cannot write the plan to '{path}': {error}") from error
         merge.say(f"plan written to {path}")
-
-
-def _finish(config: Any, out_path: str, options: Any) -> None:
-    """Put report, plot and card section beside the merged model."""
-    from mergekit_himerging.merged_folder import finish_folder
-
-    def say(text: str) -> None:
-        if not options.quiet:
-            click.echo(f"hi_merging: {text}")
-
-    finish_folder(
-        Path(out_path),
-        config,
-        hides_paths=read_settings(config)["hide_paths"],
-        say=say,
-    )
 
 
 def _remove_empty(folder: str) -> None:

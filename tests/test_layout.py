@@ -6,9 +6,17 @@ from pathlib import Path
 import mergekit_himerging
 
 ORDER = (
-    *("files", "names", "parameters", "kernel", "scores", "analysis.contribution"),
+    *(
+        "files",
+        "names",
+        "staging",
+        "parameters",
+        "kernel",
+        "scores",
+        "analysis.contribution",
+    ),
     *("recipe", "scope", "method", "plan", "tasks", "report"),
-    *("union", "seam", "preflight", "planning"),
+    *("union", "seam", "preflight", "planning", "verify"),
     *("export.filters", "export.breadcrumbs", "export.recipe"),
     *("views.words", "views.table", "views.plot", "views.markdown", "merged_folder"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
@@ -22,7 +30,10 @@ ORDER = (
     *("evaluation.run", "evaluation.table", "evaluation.models"),
     *("plugin", "boot", "api", "__init__", "cli"),
 )
-PURE = ("files", "names", "parameters", "kernel", "scores", "analysis.contribution")
+PURE = (
+    *("files", "names", "staging", "parameters", "kernel", "scores"),
+    "analysis.contribution",
+)
 ROOT = Path(mergekit_himerging.__file__).parent
 
 

@@ -156,8 +156,9 @@ def _describe_recipe(config: MergeConfiguration) -> dict[str, Any]:
 
     document: dict[str, Any] = sort(to_document(config))
     shared = document.get("parameters", {})
-    document["parameters"] = {k: v for k, v in shared.items() if k not in NO_SETTINGS}
-    return document
+    kept = {name: value for name, value in shared.items() if name not in NO_SETTINGS}
+    document.pop("parameters", None)
+    return {**document, "parameters": kept} if kept else document
 
 
 def make_replay(merge: PlannedMerge, device: torch.device) -> Replay:

@@ -1,0 +1,170 @@
+"""What is written is what was planned, or there is nothing that looks finished."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import make_recipe
+from mergekit import merge as mergekit_merge
+from mergekit.io.tasks import SaveTensor
+from safetensors.torch import load_file, save_file
+
+MODEL = "model.safetensors"
+
+
+def spoil(monkeypatch, change):
+    """Change the merged folder after MergeKit's last step in it."""
+    last = mergekit_merge._copy_tagalong_files
+
+    def after(merge_config, out_path, **rest):
+        last(merge_config, out_path, **rest)
+        change(Path(out_path))
+
+    monkeypatch.setattr(mergekit_merge, "_copy_tagalong_files", after)
+
+
+def flip(folder: Path) -> None:
+    """Change one value of every tensor, as a bad disk or too little memory might."""
+    tensors = load_file(folder / MODEL)
+    for tensor in tensors.values():
+        tensor.view(-1)[0] += 1
+    save_file(tensors, folder / MODEL)
+
+
+def drop(folder: Path) -> None:
+    tensors = load_file(folder / MODEL)
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / MODEL)
+
+
+def add(folder: Path) -> None:
+    save_file({**load_file(folder / MODEL), "odd": torch.zeros(1)}, folder / MODEL)
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / MODEL).read_bytes()
+    (folder / MODEL).write_bytes(content[: len(content) // 2])
+
+
+def leave_shard(folder: Path) -> None:
+    """A shard that no index names."""
+    save_file({"odd": torch.zeros(1)}, folder / "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (flip, "another '.*' than its merge gives"),
+        (drop, r"1 tensors missing \(the first: model.norm.weight\)"),
+        (add, r"1 tensors never planned \(the first: odd\)"),
+        (truncate, "merged model must be what was planned"),
+        (leave_shard, r"do not share: \['model-00002-of-00002.safetensors'\]"),
+    ],
+)
+def test_folder_that_is_not_the_merge_is_not_kept(
+    zoo, run_recipe, tmp_path, monkeypatch, change, problem
+):
+    spoil(monkeypatch, change)
+    out = tmp_path / "merged"
+    result = run_recipe(make_recipe(zoo, "a", "b"), out=out)
+    assert result.exit_code == 1
+    text = " ".join(result.output.split())
+    assert re.search(problem, text), text
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_shards_are_verified_through_their_index(zoo, merge, tmp_path):
+    out = tmp_path / "merged"
+    run = ("--out-shard-size", "20000")
+    with pytest.raises(FileNotFoundError, match=MODEL):
+        merge(make_recipe(zoo, "a", "b"), *run, out=out)
+    index = json.loads((out / f"{MODEL}.index.json").read_text(encoding="utf-8"))
+    shards = {name: load_file(out / name) for name in set(index["weight_map"].values())}
+    assert len(shards) > 1
+    whole = merge(make_recipe(zoo, "a", "b"), out=tmp_path / "whole")
+    for name, shard in index["weight_map"].items():
+        assert torch.equal(shards[shard][name], whole[name])
+
+
+def test_failure_while_writing_leaves_what_was_there(
+    zoo, run_recipe, tmp_path, monkeypatch
+):
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
+    execute, count = SaveTensor.execute, iter(range(100))
+
+    def failing(self, **inputs):
+        if next(count) == 7:
+            raise OSError(28, "No space left on device")
+        return execute(self, **inputs)
+
+    monkeypatch.setattr(SaveTensor, "execute", failing)
+    assert run_recipe(make_recipe(zoo, "a", "b"), out=out).exit_code == 1
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    monkeypatch.setattr(SaveTensor, "execute", execute)
+    assert run_recipe(make_recipe(zoo, "a", "b"), out=out).exit_code == 0
+    assert (out / "notes.txt").read_text(encoding="utf-8") == "mine"
+    assert (out / MODEL).is_file()
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+KILLED = """
+import os, signal, sys
+from mergekit.io.tasks import SaveTensor
+from mergekit.scripts.run_yaml import main
+execute, count = SaveTensor.execute, iter(range(100))
+def killing(self, **inputs):
+    if next(count) == 7:
+        os.kill(os.getpid(), int(sys.argv[3]))
+    return execute(self, **inputs)
+SaveTensor.execute = killing
+main([sys.argv[1], sys.argv[2], "--quiet"], standalone_mode=False)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_merge_leaves_no_model_and_the_next_is_whole(
+    zoo, merge, run_recipe, tmp_path, signum
+):
+    recipe = make_recipe(zoo, "a", "b")
+    path, out = tmp_path / "killed.yml", tmp_path / "merged"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path), str(out), str(int(signum))],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signum, killed.stderr.decode()
+    assert not out.exists() or not list(out.iterdir())
+    assert run_recipe(recipe, out=out).exit_code == 0
+    assert not list(tmp_path.glob(".*"))
+    whole = merge(recipe, out=tmp_path / "undisturbed")
+    assert all(torch.equal(t, whole[n]) for n, t in load_file(out / MODEL).items())
+    names = sorted(p.name for p in out.iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "undisturbed").iterdir())
+
+
+def test_config_names_the_dtype_of_the_files(zoo, run_recipe, tmp_path, monkeypatch):
+    """MergeKit takes it from the base or the recipe, whatever was written."""
+
+    def lie(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = "bfloat16"
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    spoil(monkeypatch, lie)
+    out = tmp_path / "merged"
+    assert run_recipe(make_recipe(zoo, "a", "b"), out=out).exit_code == 0
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    assert config["dtype"] == "float32"
