@@ -260,6 +260,19 @@ def compute_delta(
     return delta
 
 
+def weigh_delta(part: Part, base: torch.Tensor) -> torch.Tensor:
+    """Return ``weight * scale * top(tuned - base)``, what a part adds to a merge.
+
+    Args:
+        part: with its cut, as ``find_cuts`` returns it.
+        base: ``[*weight]``; read only.
+
+    Returns:
+        ``[*weight]``, float32 at least.
+    """
+    return _weighted_delta(part, part.tuned, widen(base))
+
+
 def _weighted_delta(
     part: Part, tuned: torch.Tensor, wide_base: torch.Tensor
 ) -> torch.Tensor:

@@ -116,6 +116,8 @@ PARAMETERS: Mapping[str, Parameter] = {
         _analysis("samples", 64, type=int, low=1, per_model=True),
         # The contribution analysis, shared.
         _analysis("preset", "", choices=("", "paper")),
+        _analysis("resolve", "rules", choices=("rules", "measured")),
+        _analysis("objective", "mean", choices=("mean", "worst")),
         _analysis("mixed", "degraded", choices=("degraded", "interfering")),
         _analysis("layer_density", 0.5, low=0, high=1, hint=LAYER_HINT),
         _analysis("layer_scale", 0.5, low=0, high=1, hint=LAYER_HINT),
@@ -136,9 +138,16 @@ PAPER: Mapping[str, float | str | None] = {
     **{"mixed": "degraded", "layer_density": 0.5, "layer_scale": 0.5},
     **{"max_layers": None, "confidence": 0.0, "rounds": 1, "scope": "tensor"},
     **{"consensus": "none", "reference": "full", "compare": "raw", "guard": "report"},
+    "resolve": "rules",
 }
 """What `preset: paper` sets: the paper's reading of every open point."""
 
+
+RULES_ONLY = (
+    *("mixed", "layer_density", "layer_scale", "max_layers", "confidence", "rounds"),
+    "reference",
+)
+"""What only the paper's rules read, and `resolve: measured` does not."""
 
 FOREIGN = {
     "int8_mask": "it saves memory in MergeKit's own methods and is not needed here",

@@ -22,7 +22,7 @@ from pydantic import (
 from mergekit_himerging.files import STRICT_JSON
 from mergekit_himerging.names import shorten_names
 from mergekit_himerging.recipe import resolve_model
-from mergekit_himerging.scores import GuardReport, Record, TaskReport
+from mergekit_himerging.scores import GuardReport, Record, StepReport, TaskReport
 
 PLAN_FILE = "hi_merging_plan.json"
 """Name of the plan in a merged folder."""
@@ -112,6 +112,7 @@ class Plan(Record):
         order: layers by summed conflict, the largest first.
         tasks: what was measured; as all below, for the reader, and absent from a plan
             that was written by hand.
+        steps: how treatments that are chosen by measurement were found.
         guard: whether the treated merge held on other samples.
         recipe: what was planned, as MergeKit read it, without what only says where to
             write.
@@ -127,6 +128,7 @@ class Plan(Record):
     treatments: tuple[Treatment, ...] = ()
     order: tuple[int, ...] = ()
     tasks: tuple[TaskReport, ...] = ()
+    steps: tuple[StepReport, ...] = ()
     guard: GuardReport | None = None
     recipe: dict[str, Any] = Field({})
     versions: dict[str, str] = Field({})

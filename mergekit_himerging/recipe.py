@@ -19,6 +19,7 @@ from mergekit_himerging.parameters import (
     METHOD_NAME,
     PAPER,
     PARAMETERS,
+    RULES_ONLY,
     Parameter,
     add_place,
     check_value,
@@ -244,6 +245,8 @@ def _check_analysis(config: Any) -> Iterator[str]:
             f"{idle} must come with calibration data, got none; name a file as "
             "'calibration' under the 'parameters' of each model, or remove them"
         )
+    if given.get("resolve") == "measured":
+        yield from _check_measured(config, given)
     if given.get("preset") == "paper":
         for level, where, _, mapping in _parameter_mappings(config):
             place = "" if level == "recipe" else f" ({where})"
@@ -253,6 +256,23 @@ def _check_analysis(config: Any) -> Iterator[str]:
                         f"'preset: paper' must keep {name} at {value}, got "
                         f"{mapping[name]}{place}; remove one of the two"
                     )
+
+
+def _check_measured(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Check what does not go with treatments chosen by measurement."""
+    idle = sorted(set(RULES_ONLY) & set(given))
+    if idle:
+        yield (
+            f"{idle} must come with 'resolve: rules', got 'resolve: measured', which "
+            "has no use for it; remove one of the two"
+        )
+    for _, where, _, mapping in _parameter_mappings(config):
+        for name, kept in (("consensus", "none"), ("normalize", False)):
+            if mapping.get(name, kept) != kept:
+                yield (
+                    f"'resolve: measured' must keep {name} at {kept}, got "
+                    f"{mapping[name]} ({where}); remove one of the two"
+                )
 
 
 def _model_settings(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

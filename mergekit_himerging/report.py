@@ -25,7 +25,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     for task in plan.tasks:
         unit = "nats per token" if task.metric == "loss" else "share right"
         yield f"{short[task.model]}: '{task.model}', score in {unit}, higher is better"
-    if plan.tasks:
+    is_measured = any(task.layers for task in plan.tasks)
+    if is_measured:
         heads = "".join(
             f" | {short[task.model] + ' alone':>12} {'merged':>8} {'conflict':>17}"
             for task in plan.tasks
@@ -35,12 +36,21 @@ def _lines(plan: Plan) -> Iterator[str]:
     for treatment in plan.treatments:
         if treatment.action != "keep":
             name = short.get(treatment.model, f"'{treatment.model}'")
-            actions.setdefault(treatment.layer, []).append(f"{treatment.action} {name}")
+            done = f"{treatment.action} {name}"
+            if treatment.action == "set":
+                done += f" to {treatment.weight_factor:g} of its weight"
+            actions.setdefault(treatment.layer, []).append(done)
     for layer in range(plan.n_layers):
         done = ", ".join(actions.get(layer, ["keep"]))
-        if plan.tasks or layer in actions:
-            cells = "".join(_cell(task, layer) for task in plan.tasks)
+        if is_measured or layer in actions:
+            cells = "".join(_cell(task, layer) for task in plan.tasks if task.layers)
             yield f"{layer:5}{cells} | {done}"
+    for number, step in enumerate(plan.steps, 1):
+        yield (
+            f"step {number}: objective {step.objective:.4f}, "
+            f"{step.improvement:+.4f} ± {step.improvement_se:.4f}, "
+            f"{'taken' if step.taken else 'not taken'} ({step.forwards} forward passes)"
+        )
     for task in plan.tasks:
         yield _whole(short[task.model], task)
     if plan.guard is not None:

@@ -40,6 +40,39 @@ class LayerScores(Record):
     conflict_se: FiniteFloat
 
 
+class Slope(Record):
+    """How a task's score changes with the weight of one model's delta in one layer.
+
+    Attributes:
+        layer, model: whose delta.
+        slope: of the mean score by the factor on the delta's weight, at the plain
+            merge; below 0 the delta harms the task there.
+    """
+
+    layer: int
+    model: str
+    slope: FiniteFloat
+
+
+class StepReport(Record):
+    """One step of treatments chosen by measurement.
+
+    Attributes:
+        objective: of the proposed merge, on the choosing samples.
+        improvement, improvement_se: over the merge before, and its standard error.
+        radius: largest change of a factor.
+        taken: whether it improved by more than the error.
+        forwards: forward passes over the choosing samples so far.
+    """
+
+    objective: FiniteFloat
+    improvement: FiniteFloat
+    improvement_se: FiniteFloat
+    radius: FiniteFloat
+    taken: bool
+    forwards: int
+
+
 class WholeScores(Record):
     """Scores of whole models on one set of samples.
 
@@ -71,7 +104,8 @@ class TaskReport(WholeScores):
         calibration_rows: a hash of each row's content, sorted, to find them elsewhere.
         n_tokens, n_targets, n_truncated: tokens, scored tokens, shortened texts.
         accepted_on: the same scores on the samples that did not choose.
-        layers: every layer's.
+        layers: every layer's; none where treatments are chosen by measurement.
+        slopes: every (layer, model)'s, where they are.
     """
 
     model: str
@@ -84,6 +118,7 @@ class TaskReport(WholeScores):
     n_truncated: int = 0
     accepted_on: WholeScores = WholeScores(n_samples=0)
     layers: tuple[LayerScores, ...] = ()
+    slopes: tuple[Slope, ...] = ()
 
 
 class GuardReport(Record):

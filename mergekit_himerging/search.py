@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
@@ -18,13 +18,12 @@ import yaml
 from mergekit_himerging.analysis.candidates import score_merges
 from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.graph import Cuts
+from mergekit_himerging.analysis.objective import Kind, Objective
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.parameters import RecipeError, parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
 from mergekit_himerging.tasks import PlannedTensor
-
-Objective = Literal["mean", "worst"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class SearchSettings:
     grid: int = 10
     evaluations: int = 25
     weights: tuple[float, ...] = ()
-    objective: Objective = "mean"
+    objective: Kind = "mean"
 
     def __post_init__(self) -> None:
         if not 2 <= self.grid <= 100:
@@ -242,12 +241,12 @@ class _Search:
         score: ScoreChoices,
         *,
         is_raw: bool,
-        objective: Objective = "mean",
+        objective: Kind = "mean",
     ) -> None:
         self._models = models
         self._score = score
         self._is_raw = is_raw
-        self._objective_of = objective
+        self._kind: Kind = objective
         self._made: dict[str, tuple[str, Choice, list[FloatArray]]] = {}
         self._base: list[FloatArray] = []
         self._single: list[FloatArray] = []
@@ -282,48 +281,25 @@ class _Search:
         pairs = zip(self._single, self._base, strict=True)
         return [float((single - base).mean()) for single, base in pairs]
 
+    @property
+    def _objective(self) -> Objective:
+        base = [np.zeros_like(b) for b in self._base] if self._is_raw else self._base
+        return Objective(self._kind, base, self._gains())
+
     def try_all(self, model: str, choices: Sequence[Choice]) -> list[float]:
         """Score the choices that are new and return every one's objective."""
         new = [choice for choice in choices if _key(choice) not in self._made]
         for choice, scores in zip(new, self._score(new) if new else [], strict=True):
             self._made[_key(choice)] = (model, choice, scores)
-        return [self._objective(self._made[_key(choice)][2]) for choice in choices]
+        return [
+            self._objective.value(self._made[_key(choice)][2]) for choice in choices
+        ]
 
     def best(self) -> Choice:
         """Return the best choice; of equals the earliest."""
-        return max(self._made.values(), key=lambda made: self._objective(made[2]))[1]
-
-    def _shares(self, scores: Sequence[FloatArray]) -> list[FloatArray]:
-        """Return each task's samples in the unit that tasks are compared in."""
-        if self._is_raw:
-            return list(scores)
-        units = zip(scores, self._base, self._gains(), strict=True)
-        return [(score - base) / gain for score, base, gain in units]
-
-    def _objective(self, scores: Sequence[FloatArray]) -> float:
-        means = [float(share.mean()) for share in self._shares(scores)]
-        return min(means) if self._objective_of == "worst" else float(np.mean(means))
-
-    def _difference_se(
-        self, one: Sequence[FloatArray], other: Sequence[FloatArray]
-    ) -> float:
-        """Return the standard error of a difference of objectives.
-
-        Paired over the samples of a task; tasks are independent of each other.
-        """
-        mine, theirs = self._shares(one), self._shares(other)
-        if self._objective_of == "mean":
-            parts = [(a - b) / len(mine) for a, b in zip(mine, theirs, strict=True)]
-        else:
-            worst, their_worst = (
-                min(range(len(shares)), key=lambda t: shares[t].mean())
-                for shares in (mine, theirs)
-            )
-            parts = [mine[worst], theirs[their_worst]]
-            if worst == their_worst:
-                parts = [mine[worst] - theirs[worst]]
-        variances = [part.var(ddof=1) / len(part) for part in parts if len(part) > 1]
-        return math.sqrt(math.fsum(variances))
+        return max(
+            self._made.values(), key=lambda made: self._objective.value(made[2])
+        )[1]
 
     def result(self) -> SearchResult:
         """Describe all trials, each against the best."""
@@ -334,8 +310,7 @@ class _Search:
             best=max(trials, key=lambda trial: trial.objective),
             base=self._means(self._base),
             single=self._means(self._single),
-            what=f"{self._objective_of} "
-            + ("score" if self._is_raw else "recovered gain"),
+            what=f"{self._kind} " + ("score" if self._is_raw else "recovered gain"),
             n_samples={
                 m: len(b) for m, b in zip(self._models, self._base, strict=True)
             },
@@ -351,15 +326,15 @@ class _Search:
         scores: Sequence[FloatArray],
         best: Sequence[FloatArray],
     ) -> Trial:
-        objective = self._objective(scores)
+        objective = self._objective.value(scores)
         return Trial(
             model=model,
             choice=choice,
             scores=self._means(scores),
-            gains=None if self._is_raw else self._means(self._shares(scores)),
+            gains=None if self._is_raw else self._means(self._objective.shares(scores)),
             objective=objective,
-            behind=self._objective(best) - objective,
-            behind_se=self._difference_se(best, scores),
+            behind=self._objective.value(best) - objective,
+            behind_se=self._objective.difference_se(best, scores),
         )
 
 

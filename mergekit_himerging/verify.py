@@ -48,6 +48,9 @@ def verify_folder(
         RecipeError: something differs; the folder must not be used.
     """
     if not any(folder.glob("*.safetensors")):
+        LOG.warning(
+            "hi_merging: the merge is not in safetensors, so it is not verified"
+        )
         return
     try:
         files = _read_files(folder)

@@ -117,6 +117,12 @@ def test_failure_while_writing_leaves_what_was_there(
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
+def test_what_cannot_be_verified_is_said(zoo, run_recipe, caplog):
+    result = run_recipe(make_recipe(zoo, "a", "b"), "--no-safe-serialization")
+    assert result.exit_code == 0, result.output
+    assert "not in safetensors, so it is not verified" in caplog.text
+
+
 KILLED = """
 import os, signal, sys
 from mergekit.io.tasks import SaveTensor

@@ -15,8 +15,8 @@ from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.graph import Cuts, Inputs, load_inputs, merge_inputs
 from mergekit_himerging.analysis.jobs import Job, Measured
+from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Recording, Replay, RunBlock, Weights
-from mergekit_himerging.analysis.run import score_probes
 from mergekit_himerging.analysis.streams import Progress, read_targets
 from mergekit_himerging.kernel import find_cuts_at
 from mergekit_himerging.tasks import PlannedTensor

@@ -6,12 +6,12 @@ the merge reads the plan.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mergekit_himerging.analysis.calibration import score_samples
+from mergekit_himerging.analysis.candidates import score_merges
 from mergekit_himerging.analysis.contribution import (
     Contribution,
     FloatArray,
@@ -25,13 +25,19 @@ from mergekit_himerging.analysis.contribution import (
 from mergekit_himerging.analysis.data import Probes, TaskData
 from mergekit_himerging.analysis.graph import Cuts, PlannedWeights, Reference
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
+from mergekit_himerging.analysis.measured import choose_factors
+from mergekit_himerging.analysis.objective import Kind, Objective
+from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
+from mergekit_himerging.analysis.slopes import measure_slopes
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.plan import Plan, Treatment
 from mergekit_himerging.scores import (
     GuardReport,
     LayerScores,
+    Slope,
+    StepReport,
     TaskReport,
     WholeScores,
 )
@@ -49,6 +55,8 @@ class AnalysisSettings:
         rules: how conflicts are resolved.
         rounds: how often the merge is analysed and treated, at most.
         reference: what the single models are.
+        resolve: how treatments are chosen.
+        objective: what is raised where they are measured.
         guard: whether the plain merge may be put back.
         memory: bytes that hidden states may take.
     """
@@ -58,6 +66,8 @@ class AnalysisSettings:
     reference: Reference
     guard: Literal["keep_better", "report"]
     memory: int
+    resolve: Literal["rules", "measured"] = "rules"
+    objective: Kind = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,60 @@ def analyse_merge(
     choosing, accepting = _measure_wholes(tasks, settings, engine)
     if settings.rules.compare == "gain":
         _check_gains(choosing)
+    if settings.resolve == "measured":
+        outcome = _resolve_by_measurement(skeleton, tasks, choosing, settings, engine)
+    else:
+        outcome = _resolve_by_rules(
+            skeleton, tasks, (choosing, accepting), settings, engine
+        )
+    treatments = outcome.treatments
+    after = {model: scores[1] for model, scores in outcome.treated.items()}
+    guard = _judge(accepting, after, _gains(choosing, settings), settings)
+    if guard.acted:
+        treatments = _put_back(treatments)
+    return skeleton.model_copy(
+        update={
+            "treatments": treatments,
+            "order": outcome.order,
+            "steps": outcome.steps,
+            "tasks": tuple(
+                _report(task, details, choosing, accepting, outcome.treated)
+                for task, details in zip(tasks, outcome.details, strict=True)
+            ),
+            "guard": guard,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """What was decided, and what from.
+
+    Attributes:
+        treatments: of every (layer, model).
+        treated: scores of the merge by them, on choosing and accepting samples, by
+            model.
+        order: layers by summed conflict; none where they were not measured.
+        details: what goes into each task's report.
+        steps: of treatments chosen by measurement.
+    """
+
+    treatments: tuple[Treatment, ...]
+    treated: Mapping[str, tuple[FloatArray, FloatArray]]
+    order: tuple[int, ...]
+    details: Sequence[Mapping[str, Any]]
+    steps: tuple[StepReport, ...] = ()
+
+
+def _resolve_by_rules(
+    skeleton: Plan,
+    tasks: Sequence[TaskData],
+    wholes: tuple[Mapping[str, _Whole], Mapping[str, _Whole]],
+    settings: AnalysisSettings,
+    engine: Engine,
+) -> _Outcome:
+    """Measure every layer and treat those in conflict, round by round."""
+    choosing, accepting = wholes
     layers = _measure_layers(tasks, settings, engine, None)
     contributions = [measure_layers(scores) for scores in layers]
     first = resolution = resolve_conflicts(contributions, settings.rules)
@@ -140,21 +204,96 @@ def analyse_merge(
         if score <= best:
             break
         best, treatments, treated = score, more, scores
-    after = {model: scores[1] for model, scores in treated.items()}
-    guard = _judge(accepting, after, _gains(choosing, settings), settings)
-    if guard.acted:
-        treatments = _put_back(treatments)
-    reports = tuple(
-        _report(task, contribution, choosing, accepting, treated)
-        for task, contribution in zip(tasks, contributions, strict=True)
+    return _Outcome(
+        treatments=treatments,
+        treated=treated,
+        order=first.order,
+        details=[{"layers": _list_layers(found)} for found in contributions],
     )
-    return skeleton.model_copy(
-        update={
-            "treatments": treatments,
-            "order": first.order,
-            "tasks": reports,
-            "guard": guard,
-        }
+
+
+def _resolve_by_measurement(
+    skeleton: Plan,
+    tasks: Sequence[TaskData],
+    choosing: Mapping[str, _Whole],
+    settings: AnalysisSettings,
+    engine: Engine,
+) -> _Outcome:
+    """Climb the slopes of the tasks' scores by the factors of every (layer, model)."""
+    models = [task.settings.model for task in tasks]
+    gains = _gains(choosing, settings)
+    is_raw = settings.rules.compare == "raw"
+    objective = Objective(
+        settings.objective,
+        [
+            np.zeros_like(choosing[m].base) if is_raw else choosing[m].base
+            for m in models
+        ],
+        [gains[m] for m in models],
+    )
+    plain = engine.resolve(None)
+    shared: dict[str, Any] = {
+        "device": engine.device,
+        "memory": settings.memory,
+        "cuts": engine.cuts,
+        "progress": engine.progress,
+    }
+
+    def resolve(factors: FloatArray) -> Sequence[PlannedTensor]:
+        update = {"treatments": _set_factors(factors, models)}
+        return engine.resolve(skeleton.model_copy(update=update))
+
+    choice = choose_factors(
+        objective,
+        lambda f: measure_slopes(plain, resolve(f), tasks, engine.replay, **shared),
+        lambda f: score_merges([resolve(f)], tasks, engine.replay, **shared)[0],
+        n_layers=skeleton.n_layers,
+        n_models=len(models),
+    )
+    weights = objective.weigh_tasks([choosing[m].merged for m in models])
+    slopes = np.tensordot(weights, choice.slopes, axes=1)  # [layers, models]
+    n_taken = sum(step.taken for step in choice.steps)
+    unit = "in score" if is_raw else "of the gain"
+    treatments = tuple(
+        treatment.model_copy(
+            update={
+                "reason": f"slope {slopes[t, models.index(treatment.model)]:+.3g} "
+                f"{unit} at the plain merge; {n_taken} of {len(choice.steps)} steps "
+                "taken"
+            }
+        )
+        for treatment in _set_factors(choice.factors, models)
+        for t in (treatment.layer,)
+    )
+    return _Outcome(
+        treatments=treatments,
+        treated=_score_treated(skeleton, treatments, tasks, settings, engine),
+        order=(),
+        details=[
+            {
+                "slopes": tuple(
+                    Slope(layer=layer, model=model, slope=float(of_task[layer, m]))
+                    for layer in range(skeleton.n_layers)
+                    for m, model in enumerate(models)
+                )
+            }
+            for of_task in choice.slopes
+        ],
+        steps=choice.steps,
+    )
+
+
+def _set_factors(factors: FloatArray, models: Sequence[str]) -> tuple[Treatment, ...]:
+    """Make the treatments that put factors on the weights."""
+    return tuple(
+        Treatment(
+            layer=layer,
+            model=model,
+            action="keep" if factor == 1 else "set",
+            weight_factor=float(factor),
+        )
+        for layer, row in enumerate(factors)
+        for model, factor in zip(models, row, strict=True)
     )
 
 
@@ -283,23 +422,6 @@ def _score_treated(
     return {task.settings.model: pair for task, pair in zip(tasks, pairs, strict=True)}
 
 
-def score_probes(
-    task: TaskData, probes: Probes, measured: Sequence[Measured], field: str
-) -> FloatArray:
-    """Turn one field's log-probabilities into scores, ``[n]`` or ``[layers, n]``."""
-    if not measured:
-        return np.zeros(0)
-    values = torch.cat([getattr(m, field) for m in measured], dim=-1)
-    rows = values if values.dim() == 2 else values[None]
-    scores = [
-        score_samples(
-            probes.samples, row, probes.batches, metric=task.settings.metric
-        ).numpy()
-        for row in rows
-    ]
-    return np.stack(scores) if values.dim() == 2 else scores[0]
-
-
 def treat_decisions(
     resolution: Resolution,
     earlier: Mapping[tuple[int, str], Treatment],
@@ -408,26 +530,29 @@ def _describe_judgement(difference: float, unit: str, acted: bool) -> str:
     )
 
 
-def _report(
-    task: TaskData,
-    contribution: Contribution,
-    choosing: Mapping[str, _Whole],
-    accepting: Mapping[str, _Whole],
-    treated: Mapping[str, tuple[FloatArray, FloatArray]],
-) -> TaskReport:
-    model = task.settings.model
-    chosen = _summarize(choosing[model], treated[model][0])
+def _list_layers(contribution: Contribution) -> tuple[LayerScores, ...]:
     names = (
         *("removal_single", "addition_single", "removal_merged", "addition_merged"),
         *("contribution_single", "contribution_merged", "conflict", "conflict_se"),
     )
-    layers = tuple(
+    return tuple(
         LayerScores(
             layer=layer,
             **{name: float(getattr(contribution, name)[layer]) for name in names},
         )
         for layer in range(contribution.n_layers)
     )
+
+
+def _report(
+    task: TaskData,
+    details: Mapping[str, Any],
+    choosing: Mapping[str, _Whole],
+    accepting: Mapping[str, _Whole],
+    treated: Mapping[str, tuple[FloatArray, FloatArray]],
+) -> TaskReport:
+    model = task.settings.model
+    chosen = _summarize(choosing[model], treated[model][0])
     return TaskReport(
         **chosen.model_dump(),
         model=model,
@@ -439,7 +564,7 @@ def _report(
         n_targets=task.tokenized.n_targets,
         n_truncated=task.tokenized.n_truncated,
         accepted_on=_summarize(accepting[model], treated[model][1]),
-        layers=layers,
+        **details,
     )
 
 

@@ -129,6 +129,8 @@ def _analyse(
                 rules=rules,
                 rounds=settings["rounds"],
                 reference=settings["reference"],
+                resolve=settings["resolve"],
+                objective=settings["objective"],
                 guard=settings["guard"],
                 memory=memory,
             ),

@@ -1,0 +1,262 @@
+"""How every task's score changes with every (layer, model) factor: one pass back.
+
+The merge is linear in the factor f on one model's delta in one layer, W = F + sum_m f_m
+w_m d_m, so the slope of a score is the inner product of its gradient by the layer's
+weights with w_m d_m. Invariant: one layer's weights are in memory at a time; every
+block runs again on the way back, from the hidden state that went into it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from mergekit_himerging.analysis.calibration import Sample
+from mergekit_himerging.analysis.contribution import FloatArray
+from mergekit_himerging.analysis.data import TaskData
+from mergekit_himerging.analysis.graph import (
+    Cuts,
+    load_inputs,
+    make_parts,
+    merge_inputs,
+)
+from mergekit_himerging.analysis.jobs import Job, Measured
+from mergekit_himerging.analysis.probe_scores import score_probes
+from mergekit_himerging.analysis.replay import Recording, Replay, RunBlock, Weights
+from mergekit_himerging.analysis.streams import LOGITS_BYTES, Progress, read_targets
+from mergekit_himerging.kernel import weigh_delta
+from mergekit_himerging.tasks import PlannedTensor
+
+FORWARDS = 4
+"""Cost in forward passes: one there, one again on the way back, two for gradients."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slopes:
+    """A merge's scores and how they change.
+
+    Attributes:
+        scores: by task, ``[samples]``, in the task's metric.
+        slopes: ``[tasks, layers, models]``, of each task's mean score by the factor, in
+            nats per token; of accuracy, that of the log-probability of the right option
+            among all.
+    """
+
+    scores: Sequence[FloatArray]
+    slopes: FloatArray
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One batch: what went into each block, and the gradient on its way back."""
+
+    task: int
+    job: Job
+    recording: Recording
+    hidden: list[torch.Tensor]
+    gradient: torch.Tensor | None = None
+
+
+def measure_slopes(
+    plain: Sequence[PlannedTensor],
+    merged: Sequence[PlannedTensor],
+    tasks: Sequence[TaskData],
+    replay: Replay,
+    *,
+    device: torch.device,
+    memory: int,
+    cuts: Cuts,
+    progress: Progress = lambda calls, label: None,
+) -> Slopes:
+    """Measure slopes at a merge, on every task's choosing samples.
+
+    Args:
+        plain: planned tensors as the recipe weighs them; their deltas are varied.
+        merged: the same with the factors at which slopes are taken.
+        tasks: what is scored.
+        replay: the model to run.
+        device: where deltas are merged.
+        memory: bytes that hidden states may take.
+        cuts: of earlier passes; extended.
+        progress: told of block forwards done.
+
+    Raises:
+        ValueError: hidden states need more than ``memory``.
+    """
+    jobs = [
+        (number, Job(task.settings.model, batch, "merged"))
+        for number, task in enumerate(tasks)
+        for batch in task.choosing.batches
+    ]
+    n_layers = len(replay.blocks)
+    cells = sum(job.batch.input_ids.numel() for _, job in jobs)
+    needed = (n_layers + 2) * cells * replay.width * replay.dtype.itemsize
+    if needed > memory:
+        raise ValueError(
+            f"analysis_memory must be at least {-(-needed // 2**20)}MiB to measure "
+            f"slopes on all samples, got {memory / 2**20:.3g}MiB; raise it, or use "
+            "fewer samples"
+        )
+    models = [task.settings.model for task in tasks]
+    by_layer: dict[int | None, list[PlannedTensor]] = {}
+    for tensor in merged:
+        by_layer.setdefault(tensor.layer, []).append(tensor)
+    deltas_of = {tensor.weight.name: tensor for tensor in plain}
+
+    def load(layer: int | None) -> dict[str, torch.Tensor]:
+        members = by_layer.get(layer, [])
+        return {
+            tensor.weight.name: merge_inputs(tensor, inputs, cuts)
+            for tensor, inputs in load_inputs(members, device)
+        }
+
+    outer = replay.pick_outer(load(None))
+    streams = []
+    with torch.no_grad():
+        for number, job in jobs:
+            ids = job.batch.input_ids.to(replay.device)
+            mask = job.batch.attention_mask.to(replay.device)
+            recording = replay.record(outer, ids, mask)
+            streams.append(_Stream(number, job, recording, [recording.hidden]))
+        for layer in range(n_layers):
+            block = replay.pick_block(load(layer), layer)
+            replay.with_block(layer, block, partial(_forward, streams, layer))
+            progress(len(jobs), f"slopes, forward, layer {layer + 1}/{n_layers}")
+        read = [
+            read_targets([s.hidden[-1]], replay, outer, s.job.batch)[0] for s in streams
+        ]
+    scores, coefficients = _score(tasks, streams, read)
+    for stream, coefficient in zip(streams, coefficients, strict=True):
+        stream.gradient = _start_back(stream, coefficient, replay, outer)
+    del outer
+    slopes = np.zeros((len(tasks), n_layers, len(models)))
+    for layer in reversed(range(n_layers)):
+        leaves: dict[str, torch.Tensor] = {}
+        deltas: dict[str, dict[str, torch.Tensor]] = {}
+        for tensor, inputs in load_inputs(by_layer.get(layer, []), device):
+            name = tensor.weight.name
+            leaves[name] = merge_inputs(tensor, inputs, cuts).to(replay.dtype)
+            strength = tensor.task.parameters["lambda"]
+            for part in make_parts(deltas_of[name], inputs, cuts):
+                if part.counts:
+                    delta = weigh_delta(part, inputs.base) * strength
+                    deltas.setdefault(name, {})[part.name] = delta
+        leaves = {
+            name: leaf.detach().clone().requires_grad_() if name in deltas else leaf
+            for name, leaf in leaves.items()
+        }
+        _step_back(streams, layer, replay, leaves, deltas, models, slopes)
+        progress(3 * len(jobs), f"slopes, back, layer {layer + 1}/{n_layers}")
+    return Slopes(scores, slopes)
+
+
+def _forward(streams: Sequence[_Stream], layer: int, run: RunBlock) -> None:
+    for stream in streams:
+        call = stream.recording.calls[layer]
+        stream.hidden.append(run(stream.hidden[-1], call))
+
+
+def _score(
+    tasks: Sequence[TaskData],
+    streams: Sequence[_Stream],
+    read: Sequence[torch.Tensor],
+) -> tuple[list[FloatArray], list[torch.Tensor]]:
+    """Score each task, and weigh each target's log-probability in its mean score."""
+    scores, coefficients = [], []
+    for number, task in enumerate(tasks):
+        own = [i for i, stream in enumerate(streams) if stream.task == number]
+        measured = [Measured(merged=read[i]) for i in own]
+        scores.append(score_probes(task, task.choosing, measured, "merged"))
+        weights = _weigh_options(
+            task.choosing.samples,
+            torch.cat([read[i] for i in own]),
+            torch.cat([streams[i].job.batch.target_sequence for i in own]),
+        )
+        coefficients += [
+            weights[streams[i].job.batch.target_sequence].to(torch.float32) for i in own
+        ]
+    return scores, coefficients
+
+
+def _weigh_options(
+    samples: Sequence[Sample], values: torch.Tensor, sequence: torch.Tensor
+) -> torch.Tensor:
+    """Return the derivative of the mean score by each target, by option, ``[options]``.
+
+    The score of a sample with several options is the log-probability of the right one
+    among them, each taken at its mean over tokens.
+    """
+    counts = torch.tensor([o.n_targets for s in samples for o in s.options])
+    means = torch.zeros(len(counts), dtype=torch.float64)
+    means.index_add_(0, sequence, values)
+    means /= counts
+    weights, start = [], 0
+    for sample in samples:
+        options = means[start : start + len(sample.options)]
+        start += len(sample.options)
+        right = torch.zeros(len(options), dtype=torch.float64)
+        right[sample.answer] = 1
+        weights.append(right - options.softmax(0) if len(options) > 1 else right)
+    return torch.cat(weights) / counts / len(samples)
+
+
+def _start_back(
+    stream: _Stream, coefficients: torch.Tensor, replay: Replay, outer: Weights
+) -> torch.Tensor:
+    """Return the gradient by the last block's output, ``[rows, tokens, width]``."""
+    batch = stream.job.batch
+    rows = batch.target_rows.to(replay.device)
+    positions = batch.target_positions.to(replay.device)
+    ids = batch.target_ids.to(replay.device)
+    coefficients = coefficients.to(replay.device)
+    last = stream.hidden.pop()
+    gradient = torch.zeros_like(last)
+    at_once = max(1, LOGITS_BYTES // (replay.vocabulary * 4))
+    for start in range(0, len(ids), at_once):
+        some = slice(start, start + at_once)
+        states = last[rows[some], positions[some]].detach().requires_grad_()
+        with torch.enable_grad():
+            logits = replay.read_out(outer, states[:, None])[:, 0].float()
+            chosen = logits.gather(-1, ids[some, None])[:, 0] - logits.logsumexp(-1)
+            score = (chosen * coefficients[some]).sum()
+        (found,) = torch.autograd.grad(score, [states])
+        gradient[rows[some], positions[some]] = found
+    return gradient
+
+
+def _step_back(
+    streams: Sequence[_Stream],
+    layer: int,
+    replay: Replay,
+    leaves: Mapping[str, torch.Tensor],
+    deltas: Mapping[str, Mapping[str, torch.Tensor]],
+    models: Sequence[str],
+    slopes: FloatArray,
+) -> None:
+    """Take every gradient back through one block and add up the slopes on its way."""
+    varied = [name for name in leaves if name in deltas]
+
+    def work(run: RunBlock) -> None:
+        for stream in streams:
+            hidden = stream.hidden.pop().detach().requires_grad_()
+            with torch.enable_grad():
+                output = run(hidden, stream.recording.calls[layer])
+            found = torch.autograd.grad(
+                output,
+                [hidden, *(leaves[name] for name in varied)],
+                grad_outputs=stream.gradient,
+                allow_unused=True,
+            )
+            stream.gradient = found[0]
+            for name, gradient in zip(varied, found[1:], strict=True):
+                if gradient is None:
+                    continue
+                for model, delta in deltas[name].items():
+                    product = torch.sum(gradient * delta.to(gradient))
+                    slopes[stream.task, layer, models.index(model)] += float(product)
+
+    with torch.enable_grad():
+        block = replay.pick_block(leaves, layer)
+        replay.with_block(layer, block, work)

@@ -1,0 +1,287 @@
+"""Treatments chosen by measurement: slopes against differences, steps against proof."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
+from rich.console import Console
+from test_analysis import ROWS, Bench, encode, make_analysis, save_school, write_rows
+from test_analysis import make_tokenizer as make_letters
+from test_recipe import WITH_DATA, problems_of
+
+from mergekit_himerging.analysis.measured import BUDGET, MAX_FACTOR, choose_factors
+from mergekit_himerging.analysis.objective import Objective
+from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
+from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
+from mergekit_himerging.plan import read_plan
+from mergekit_himerging.planning import plan_recipe
+from mergekit_himerging.report import summarize
+from mergekit_himerging.views.markdown import write_report
+from mergekit_himerging.views.plot import draw_plan
+from mergekit_himerging.views.table import plan_as_json, render_plan
+
+EPSILON = 0.02
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory):
+    return save_school(tmp_path_factory.mktemp("school"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MERGEKIT_HIMERGING_CACHE", str(tmp_path / "cache"))
+
+
+def plan_of(recipe):
+    config = MergeConfiguration.model_validate(recipe)
+    return plan_recipe(config, MergeOptions(quiet=True))
+
+
+def slopes_of(recipe, plan=None):
+    merge = plan_of(recipe)
+    cpu = torch.device("cpu")
+    return measure_slopes(
+        merge.resolve(None),
+        merge.resolve(plan),
+        read_data(merge, cpu, accept_share=0.0),
+        make_replay(merge, cpu),
+        device=cpu,
+        memory=2**30,
+        cuts={},
+    )
+
+
+def differences(bench, score):
+    """Slopes by brute force: whole merges with one factor up and down."""
+    experts = sorted(bench.tuned)
+    found = np.zeros((len(experts), bench.n_layers, len(experts)))
+    for task, own in enumerate(experts):
+        for layer in range(bench.n_layers):
+            for number, expert in enumerate(experts):
+                up, down = (
+                    score(bench.merged({(layer, expert): (1.0, 1.0, 1 + by)}), own)
+                    for by in (EPSILON, -EPSILON)
+                )
+                found[task, layer, number] = (up - down) / (2 * EPSILON)
+    return found
+
+
+@pytest.mark.parametrize("experts", ["ab", "abc"])
+def test_slopes_equal_differences_of_whole_merges(school, tmp_path, experts):
+    recipe = make_analysis(school, tmp_path, *experts, of_model={"density": 0.5})
+    recipe["parameters"] = {"lambda": 1.2}
+    found = slopes_of(recipe)
+    weight = 1.2 / len(experts)
+    bench = Bench.of(school, *experts, density=0.5, weight=weight)
+    expected = differences(bench, lambda state, e: float(bench.score(state, e).mean()))
+    assert np.abs(expected).max() > 0.05
+    assert np.allclose(found.slopes, expected, atol=2e-3)
+    for scores, expert in zip(found.scores, sorted(experts), strict=True):
+        brute = bench.score(bench.merged(), expert)
+        assert sorted(scores) == pytest.approx(sorted(brute), abs=1e-5)
+
+
+def test_slopes_of_accuracy_are_those_of_the_right_option_among_all(school, tmp_path):
+    recipe = make_analysis(school, tmp_path, "a", "b", of_model={"metric": "accuracy"})
+    recipe["parameters"] = {}
+    texts = {}
+    for item, name in zip(recipe["models"], "ab", strict=True):
+        others = [completion for _, completion in ROWS["c"]]
+        rows = [
+            {"prompt": p + "?", "choices": [c, *others[:2]], "answer": 0}
+            for p, c in ROWS[name]
+        ]
+        item["parameters"]["calibration"] = write_rows(tmp_path, name, rows)
+        texts[name] = [
+            [encode(make_letters(), row["prompt"], " " + o) for o in row["choices"]]
+            for row in rows
+        ]
+    bench = Bench.of(school, "a", "b")
+
+    def score(state, expert):
+        values = []
+        for options in texts[expert]:
+            bench.texts = {expert: [[option] for option in options]}
+            means = bench.score(state, expert)
+            values.append(means[0] - np.log(np.exp(means).sum()))
+        return float(np.mean(values))
+
+    found = slopes_of(recipe)
+    assert np.allclose(found.slopes, differences(bench, score), atol=2e-3)
+    assert all(set(scores) <= {0.0, 1.0} for scores in found.scores)
+
+
+def test_measured_merge_is_better_and_exactly_what_the_plan_says(
+    school, merge, tmp_path
+):
+    recipe = make_analysis(
+        school,
+        tmp_path,
+        "a",
+        "b",
+        of_model={"weight": 0.3},  # so that there is something to be won
+        resolve="measured",
+        accept_share=0,
+        guard="report",
+    )
+    merged = merge(recipe)
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.steps[0].taken
+    assert plan.steps[-1].forwards <= BUDGET
+    bench = Bench.of(school, "a", "b", weight=0.3)
+    names = {str(school / name): name for name in "ab"}
+    factors = {
+        (t.layer, names[t.model]): (1.0, 1.0, t.weight_factor) for t in plan.treatments
+    }
+    expected = bench.merged(factors)
+    assert all(torch.allclose(merged[n], expected[n], atol=1e-6) for n in expected)
+    gained = []
+    for task in plan.tasks:
+        name = names[task.model]
+        assert task.layers == ()
+        assert len(task.slopes) == 2 * plan.n_layers
+        score = float(bench.score(merged, name).mean())
+        assert task.score_treated == pytest.approx(score, abs=1e-5)
+        gained.append(task.recovered_treated - task.recovered_merged)
+    assert np.mean(gained) > 0.02
+    taken = [step for step in plan.steps if step.taken]
+    assert np.mean(gained) == pytest.approx(sum(s.improvement for s in taken), abs=1e-4)
+    again = dict(recipe, parameters={"plan": str(tmp_path / "plan.json")})
+    same = merge(again, out=tmp_path / "again")
+    assert all(torch.equal(merged[n], same[n]) for n in merged)
+
+
+def test_measured_plan_is_shown_in_every_view(school, tmp_path):
+    recipe = make_analysis(
+        school, tmp_path, "a", "b", of_model={"weight": 0.3}, resolve="measured"
+    )
+    del recipe["parameters"]["plan_out"]
+    plan = make_plan(plan_of(recipe))
+    assert "step 1: objective" in summarize(plan)
+    out = io.StringIO()
+    Console(file=out, width=240).print(render_plan(plan))
+    text = out.getvalue()
+    changed = [t for t in plan.treatments if t.action == "set"]
+    assert all(f"{t.weight_factor:g} of weight" in text for t in changed)
+    assert "slope" in write_report(plan, recipe=yaml.safe_dump(recipe), plot=None)
+    draw_plan(plan, tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+    assert plan_as_json(plan)
+
+
+class Hill:
+    """Scores of one task that fall off around a peak; samples may disagree."""
+
+    def __init__(self, peak, noise=0.0):
+        self.peak = np.array(peak)
+        self.noise = noise
+        self.cost = 0
+
+    def score(self, factors):
+        self.cost += 1
+        top = -float(((factors - self.peak) ** 2).sum())
+        spread = self.noise * float(np.abs(factors - 1).sum())
+        return [np.array([top - spread, top, top + spread])]
+
+    def measure(self, factors):
+        scores = self.score(factors)
+        self.cost += FORWARDS - 1
+        return Slopes(scores, -2 * (factors - self.peak)[None])
+
+
+def climb(hill):
+    objective = Objective("mean", [np.zeros(3)], [1.0])
+    n_layers, n_models = hill.peak.shape
+    return choose_factors(
+        objective, hill.measure, hill.score, n_layers=n_layers, n_models=n_models
+    )
+
+
+def test_steps_go_up_within_the_budget_and_leave_flat_layers_alone():
+    hill = Hill([[1.6, 1.0], [0.5, 1.2]])
+    choice = climb(hill)
+    assert hill.cost <= BUDGET
+    assert choice.factors[0, 1] == 1.0
+    assert np.abs(choice.factors - hill.peak).max() < 0.2
+    values = [step.objective for step in choice.steps if step.taken]
+    assert values == sorted(values)
+    assert choice.steps[-1].forwards == hill.cost
+
+
+def test_factors_keep_within_their_bounds():
+    choice = climb(Hill([[9.0, -9.0]]))
+    assert choice.factors.tolist() == [[MAX_FACTOR, 0.0]]
+
+
+def test_step_within_its_error_is_not_taken():
+    choice = climb(Hill([[1.1, 0.9]], noise=50.0))
+    assert (choice.factors == 1).all()
+    assert not any(step.taken for step in choice.steps)
+    assert choice.steps[0].radius == 2 * choice.steps[1].radius
+
+
+def test_flat_merge_stays_as_it_is():
+    choice = climb(Hill([[1.0, 1.0]]))
+    assert (choice.factors == 1).all()
+    assert choice.steps == ()
+
+
+def test_worst_task_pulls_most():
+    base = [np.zeros(2), np.zeros(2)]
+    scores = [np.array([0.2, 0.2]), np.array([1.8, 1.8])]
+    weights = Objective("worst", base, [1.0, 2.0]).weigh_tasks(scores)
+    # Recovered 0.2 and 0.9; weights by each task's mean score, so over its gain.
+    share = np.exp(-20 * 0.7)
+    assert weights == pytest.approx([1 / (1 + share), share / (1 + share) / 2])
+    even = Objective("mean", base, [1.0, 2.0]).weigh_tasks(scores)
+    assert even == pytest.approx([0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        (
+            "resolve: measured, rounds: 2, mixed: degraded",
+            "['mixed', 'rounds'] must come with 'resolve: rules', got 'resolve: "
+            "measured', which has no use for it; remove one of the two",
+        ),
+        (
+            "resolve: measured, consensus: sum",
+            "'resolve: measured' must keep consensus at none, got sum (parameters); "
+            "remove one of the two",
+        ),
+        (
+            "resolve: measured, normalize: true",
+            "'resolve: measured' must keep normalize at False, got True (parameters); "
+            "remove one of the two",
+        ),
+        (
+            "preset: paper, resolve: measured",
+            "'preset: paper' must keep resolve at rules, got measured; "
+            "remove one of the two",
+        ),
+    ],
+)
+def test_what_does_not_go_with_measuring_is_named(setting, problem):
+    assert problems_of(WITH_DATA % setting) == [problem]
+
+
+def test_too_little_memory_says_how_much_is_needed(school, tmp_path):
+    recipe = make_analysis(school, tmp_path, "a", "b")
+    merge = plan_of(recipe)
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"must be at least 1MiB .*got 0\.0\d+MiB"):
+        measure_slopes(
+            merge.resolve(None),
+            merge.resolve(None),
+            read_data(merge, cpu, accept_share=0.0),
+            make_replay(merge, cpu),
+            device=cpu,
+            memory=20_000,
+            cuts={},
+        )
