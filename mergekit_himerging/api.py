@@ -5,7 +5,6 @@ is changed.
 """
 
 import dataclasses
-import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from mergekit_himerging.analysis.calibration import read_rows
 from mergekit_himerging.analysis.contribution import (
@@ -29,7 +29,7 @@ from mergekit_himerging.analysis.contribution import (
 from mergekit_himerging.analysis.run import treat_decisions
 from mergekit_himerging.analysis.session import make_plan as measure_plan
 from mergekit_himerging.analysis.session import pick_device, read_data
-from mergekit_himerging.estimate import Cost, estimate_cost
+from mergekit_himerging.estimate import Cost, estimate_cost, read_sizes
 from mergekit_himerging.evaluation import run
 from mergekit_himerging.evaluation.data import read_task, refuse_overlap
 from mergekit_himerging.evaluation.models import (
@@ -41,14 +41,15 @@ from mergekit_himerging.evaluation.models import (
 from mergekit_himerging.evaluation.records import Evaluation, Role, Settings
 from mergekit_himerging.evaluation.run import Candidate, Progress
 from mergekit_himerging.export.recipe import Exported, export_recipe
-from mergekit_himerging.parameters import METHOD_NAME, RecipeError
+from mergekit_himerging.names import shorten_names
+from mergekit_himerging.parameters import METHOD_NAME, RecipeError, add_place
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.planning import PlannedMerge, plan_recipe
 from mergekit_himerging.preflight import check_models, check_output, check_recipe
 from mergekit_himerging.recipe import read_tasks
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
-from mergekit_himerging.tasks import stored_itemsize
+from mergekit_himerging.tasks import apply_plan, stored_itemsize
 
 Recipe = str | Path | Mapping[str, Any] | MergeConfiguration
 """A recipe's file, its content, or what MergeKit made of it."""
@@ -60,8 +61,41 @@ def plan(recipe: Recipe, options: MergeOptions | None = None) -> PlannedMerge:
     Raises:
         RecipeError: the recipe is wrong, or a model is missing; all that is found.
     """
-    config, folders = _read_recipe(recipe)
-    return plan_recipe(config, options or MergeOptions(quiet=True), folders)
+    read = _read_recipe(recipe)
+    read.check()
+    return _plan(read, options)
+
+
+def _plan(read: "_Read", options: MergeOptions | None) -> PlannedMerge:
+    try:
+        return plan_recipe(
+            read.config, options or MergeOptions(quiet=True), read.folders
+        )
+    except RuntimeError as error:  # MergeKit's word for what a recipe cannot ask for
+        raise RecipeError(str(error)) from error
+    except SafetensorError:
+        _check_files(read.config)
+        raise
+
+
+def plan_ours(recipe: Recipe, options: MergeOptions | None) -> PlannedMerge:
+    """Plan a recipe that must be of this package's method.
+
+    Raises:
+        RecipeError: it is of another, or wrong, or a model is missing.
+    """
+    read = _read_recipe(recipe)
+    _check_method(read.config)
+    read.check()
+    return _plan(read, options)
+
+
+def _check_method(config: MergeConfiguration) -> None:
+    if config.merge_method != METHOD_NAME:
+        raise RecipeError(
+            f"merge_method must be {METHOD_NAME}, got '{config.merge_method}'; only "
+            "'evaluate' takes recipes of other methods"
+        )
 
 
 def analyze(recipe: Recipe, options: MergeOptions | None = None) -> Plan:
@@ -77,7 +111,7 @@ def analyze(recipe: Recipe, options: MergeOptions | None = None) -> Plan:
     Raises:
         RecipeError: recipe, data or models cannot be used; one sentence a problem.
     """
-    merge = plan(recipe, options)
+    merge = plan_ours(recipe, options)
     if not merge.tasks:
         raise RecipeError(
             "an analysis must have calibration data, got none; name a file as "
@@ -173,7 +207,9 @@ def search(
     Raises:
         RecipeError: recipe, data or models cannot be used.
     """
-    merge = recipe if isinstance(recipe, PlannedMerge) else plan(recipe, options)
+    merge = recipe
+    if not isinstance(merge, PlannedMerge):
+        merge = plan_ours(merge, options)
     return search_merge(merge, settings or SearchSettings(), progress)
 
 
@@ -203,7 +239,7 @@ def export(
             )
         recipe = treated.recipe
     options = options or MergeOptions(quiet=True)
-    merge = plan(recipe, options)
+    merge = plan_ours(recipe, options)
     tensors = merge.resolve(treated)
     return export_recipe(merge.config, tensors, to=to, options=options)
 
@@ -214,7 +250,7 @@ class CheckReport:
 
     Attributes:
         problems: one sentence each; none where the merge can start.
-        cost: of analysis and merge; None with problems, or without calibration data.
+        cost: of analysis and merge; None with problems, or without an analysis.
     """
 
     problems: tuple[str, ...]
@@ -231,63 +267,89 @@ def check(
         options: MergeKit's; quiet where None.
         out: where the merge will be written.
     """
-    options = options or MergeOptions(quiet=True)
     problems: list[str] = []
 
-    def collect(call: Callable[[], object]) -> bool:
+    def collect(call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            call()
+            found = call(*arguments)
+            return True if found is None else found
         except (ValueError, OSError) as error:
             text = error.message if isinstance(error, RecipeError) else str(error)
             problems.extend(line for line in text.split("\n") if line)
-            return False
-        return True
+            return None
 
-    read: list[tuple[MergeConfiguration, list[Path]]] = []
-    if not collect(lambda: read.append(_read_recipe(recipe))):
-        return CheckReport(tuple(problems), None)
-    ((config, folders),) = read
+    cost = _check(recipe, options or MergeOptions(quiet=True), out, collect)
+    return CheckReport(tuple(dict.fromkeys(problems)), None if problems else cost)
+
+
+def _check(
+    recipe: Recipe,
+    options: MergeOptions,
+    out: Path | None,
+    collect: Callable[..., Any],
+) -> Cost | None:
+    """Check one thing after the other.
+
+    ``collect`` returns what a check found, True for nothing, and None with a problem,
+    which it keeps.
+    """
+    read: _Read | None = collect(_read_recipe, recipe)
+    if read is None:
+        return None
+    config = read.config
     if config.merge_method != METHOD_NAME:
-        problems.append(
-            f"merge_method must be {METHOD_NAME}, got '{config.merge_method}'"
-        )
-        return CheckReport(tuple(problems), None)
-    is_clean = collect(lambda: check_recipe(config, None))
-    has_models = collect(lambda: check_models(config, options))
+        collect(_check_method, config)
+        return None
+    collect(read.check)
+    has_models = collect(check_models, config, options)
+    if has_models:
+        LoaderCache().setup(options=options)
+        has_models = collect(_check_files, config)
     if out is not None:
-        collect(lambda: check_output(config, str(out)))
-    if not is_clean:
-        return CheckReport(tuple(problems), None)
-    for task in read_tasks(config):
-        collect(functools.partial(read_rows, task.calibration, [*folders, Path.cwd()]))
-    if problems or not has_models:
-        return CheckReport(tuple(problems), None)
-    merges: list[PlannedMerge] = []
-    if not collect(lambda: merges.append(plan_recipe(config, options, folders))):
-        return CheckReport(tuple(problems), None)
-    (merge,) = merges
-    share = merge.settings["accept_share"]
-    for task in merge.tasks:
-        one = dataclasses.replace(merge, tasks=[task])
-        collect(functools.partial(read_data, one, pick_device(options), share))
-    collect(lambda: _check_space(merge, out))
-    if problems or not merge.tasks:
-        return CheckReport(tuple(problems), None)
-    costs: list[Cost] = []
-    collect(lambda: costs.append(estimate_cost(merge)))
-    return CheckReport(tuple(problems), costs[0] if costs else None)
+        collect(check_output, config, str(out))
+    for task in collect(read_tasks, config) or ():
+        collect(read_rows, task.calibration, [*read.folders, Path.cwd()])
+    merge: PlannedMerge | None = None
+    if has_models:
+        merge = collect(_plan, read, options)
+    if merge is None:
+        return None
+    if out is not None:
+        collect(_check_space, merge, out)
+    if merge.settings["plan"]:
+        treated = collect(merge.read_plan)
+        if treated is not None:
+            collect(apply_plan, merge.tensors, treated)
+        return None
+    device, share = pick_device(options), merge.settings["accept_share"]
+    data = [
+        collect(read_data, dataclasses.replace(merge, tasks=[task]), device, share)
+        for task in merge.tasks
+    ]
+    if not data or not all(data):
+        return None
+    cost: Cost | None = collect(estimate_cost, merge)
+    return cost
 
 
-def _check_space(merge: PlannedMerge, out: Path | None) -> None:
+def _check_files(config: MergeConfiguration) -> None:
+    """Refuse models whose files are not whole."""
+    problems = []
+    for model in sorted(config.referenced_models(), key=str):
+        try:
+            read_sizes(model)
+        except (ValueError, OSError, RuntimeError) as error:
+            problems.append(add_place(error, f"'{model}'"))
+    if problems:
+        raise RecipeError("\n".join(problems))
+
+
+def _check_space(merge: PlannedMerge, out: Path) -> None:
     """Refuse a disk on which the merge does not fit."""
-    if out is None:
-        return
     here = out.absolute()
     folder = next(path for path in (here, *here.parents) if path.exists())
     base = merge.config.base_model or merge.config.referenced_models()[0]
-    index = LoaderCache().get(base).index
-    files = {Path(index.base_path) / name for name in index.tensor_paths.values()}
-    needed = sum(file.stat().st_size for file in files)
+    needed = sum(read_sizes(base).values())
     stored = stored_itemsize(base)
     dtype = dtype_from_name(merge.config.out_dtype or merge.config.dtype)
     if stored is not None and dtype is not None:
@@ -351,8 +413,17 @@ def evaluate(
     unknown = sorted(set(experts or {}) - set(names))
     if unknown:
         raise ValueError(f"experts must be of the tasks {names}, got {unknown}")
+    recipes = [str(m) for m in models if str(m).endswith((".yml", ".yaml"))]
+    folders = [str(m) for m in models if str(m) not in recipes]
+    merges = {name: plan(name, options) for name in dict.fromkeys(recipes)}
+    base = _find_base(base, merges)
+    if not allow_overlap:
+        others = [*folders, *(experts or {}).values(), *([base] if base else [])]
+        used = {row for name in others for row in _rows_of(_folder_plan(Path(name)))}
+        used |= {row for merge in merges.values() for row in _calibration_rows(merge)}
+        for held_out in tasks:
+            refuse_overlap(held_out, used)
     candidates: dict[str, Candidate] = {}
-    calibrated: set[str] = set()
 
     def add_model(name: str, role: Role, task: str | None = None) -> None:
         reference = ModelReference.parse(name)
@@ -363,46 +434,58 @@ def evaluate(
                 reference, options, role=role, task=task, others=others
             )
 
+    if base is not None:
+        add_model(base, "base")
     for task_name, expert in (experts or {}).items():
         add_model(expert, "expert", task_name)
-    merges: list[tuple[str, PlannedMerge, Plan | None]] = []
-    for item in map(str, models):
-        if not item.endswith((".yml", ".yaml")):
-            continue
-        merge = plan(item, options)
-        found = find_plan(merge)
-        merges.append((Path(item).stem, merge, found))
-        base = base or (
-            str(merge.config.base_model) if merge.config.base_model else None
-        )
-        settings_of = {task.model: task.calibration for task in merge.tasks}
+    for merge in merges.values():
+        calibration = {task.model: task.calibration for task in merge.tasks}
         of_recipe = {
-            str(m): settings_of.get(str(m), "")
-            for m in merge.config.referenced_models()
-            if m != merge.config.base_model
+            str(model): calibration.get(str(model), "")
+            for model in merge.config.referenced_models()
+            if str(model) != base
         }
         for model, task_of in match_tasks(of_recipe, names).items():
             add_model(model, "expert", task_of)
-        calibrated |= _calibration_rows(found)
-    if base is not None:
-        candidates.pop(str(ModelReference.parse(base)), None)
-        add_model(base, "base")
-    for item in map(str, models):
-        if not item.endswith((".yml", ".yaml")):
-            add_model(item, "merge")
-            calibrated |= _calibration_rows(_folder_plan(Path(item)))
-    for name, merge, found in merges:
-        label = name if name not in candidates else f"{name} (recipe)"
-        candidates[label] = make_merge_candidate(label, merge, found)
-    if not allow_overlap:
-        for held_out in tasks:
-            refuse_overlap(held_out, calibrated)
+    for name in folders:
+        add_model(name, "merge")
+    labels = shorten_names(merges, all_names=True)
+    for name, merge in merges.items():
+        label = labels[name]
+        candidates[label] = make_merge_candidate(label, merge, find_plan(merge))
     return run.evaluate(
         list(candidates.values()), tasks, settings, keep_in=keep_in, progress=progress
     )
 
 
-def _calibration_rows(plan_: Plan | None) -> set[str]:
+def _find_base(given: str | None, merges: Mapping[str, PlannedMerge]) -> str | None:
+    """Return the base that is given, or the one of all recipes.
+
+    Raises:
+        ValueError: the recipes have several.
+    """
+    if given is not None:
+        return str(ModelReference.parse(given))
+    bases = {str(b) for merge in merges.values() if (b := merge.config.base_model)}
+    if len(bases) > 1:
+        raise ValueError(
+            f"recipes must share a base to be compared, got {sorted(bases)}; name one "
+            "with base"
+        )
+    return next(iter(bases), None)
+
+
+def _calibration_rows(merge: PlannedMerge) -> set[str]:
+    """Return the hashes of what calibrates a merge, before anything is measured."""
+    named = merge.read_plan()
+    if named is not None:
+        return _rows_of(named)
+    share = merge.settings.get("accept_share", 0.0)
+    tasks = read_data(merge, pick_device(merge.options), share) if merge.tasks else []
+    return {row for task in tasks for row in task.row_hashes}
+
+
+def _rows_of(plan_: Plan | None) -> set[str]:
     tasks = plan_.tasks if plan_ is not None else ()
     return {row for task in tasks for row in task.calibration_rows}
 
@@ -412,23 +495,50 @@ def _folder_plan(folder: Path) -> Plan | None:
     return read_plan(path) if path.is_file() else None
 
 
-def _read_recipe(recipe: Recipe) -> tuple[MergeConfiguration, list[Path]]:
-    """Read a recipe, and say beside which folder its data may lie.
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A recipe that was read.
+
+    Attributes:
+        config: what MergeKit made of it.
+        folders: where its data may lie, before the working directory.
+        text: of its file; None where it came without one.
+    """
+
+    config: MergeConfiguration
+    folders: Sequence[Path] = ()
+    text: str | None = None
+
+    def check(self) -> None:
+        """Check names, places and values of a `hi_merging` recipe.
+
+        Raises:
+            RecipeError: something is wrong; all that is found.
+        """
+        if self.config.merge_method == METHOD_NAME:
+            check_recipe(self.config, self.text)
+
+
+def _read_recipe(recipe: Recipe) -> _Read:
+    """Read a recipe.
 
     Raises:
-        RecipeError: it cannot be read; one sentence a problem.
+        RecipeError: it cannot be read.
     """
     if isinstance(recipe, MergeConfiguration):
-        return recipe, []
+        return _Read(recipe)
     if isinstance(recipe, Mapping):
-        return _to_config(recipe, "the recipe"), []
+        return _Read(_to_config(recipe, "the recipe"))
     path = Path(recipe)
     try:
         text = path.read_text(encoding="utf-8-sig")
         document = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(f"cannot read recipe '{path}': {reason}") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read recipe '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"recipe '{path}' must be UTF-8, got {error.reason} at byte {error.start}"
+        ) from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"recipe '{path}' must be YAML: {reason}") from error
@@ -437,9 +547,7 @@ def _read_recipe(recipe: Recipe) -> tuple[MergeConfiguration, list[Path]]:
             f"recipe '{path}' must be a mapping of keys, got {type(document).__name__}"
         )
     config = _to_config(document, f"recipe '{path}'")
-    if config.merge_method == METHOD_NAME:
-        check_recipe(config, text)
-    return config, [path.absolute().parent]
+    return _Read(config, [path.absolute().parent], text)
 
 
 def _to_config(document: Mapping[str, Any], what: str) -> MergeConfiguration:

@@ -46,41 +46,44 @@ class OurCommand(click.Command):
 class MergeCommand(OurCommand):
     """A command that takes MergeKit's options too, and gets them as one record."""
 
-    _of_mergekit: tuple[click.Parameter, ...] = ()
+    _of_mergekit: tuple[click.Option, ...] = ()
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's own parameters, then MergeKit's."""
         if not self._of_mergekit:
             from mergekit.options import add_merge_options
 
-            callback = add_merge_options(self._with_options(self.callback))
+            callback: Any = add_merge_options(_apply_options(self.callback))
             self._of_mergekit = tuple(reversed(callback.__click_params__))
             for option in self._of_mergekit:
-                if isinstance(option, click.Option):
-                    option.hidden = option.name in ONLY_WRITING
+                option.hidden = option.name in ONLY_WRITING
             self.params += self._of_mergekit
             self.callback = callback
         return super().get_params(ctx)
-
-    @staticmethod
-    def _with_options(command: Any) -> Callable[..., Any]:
-        def run(*, merge_options: "MergeOptions", **own: Any) -> Any:
-            merge_options.apply_global_options()
-            return command(merge_options=merge_options, **own)
-
-        return run
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
         """List the command's own options first."""
-        every = self.get_params(ctx)
+        every = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         own = [option for option in every if option not in self._of_mergekit]
-        titles = {"Options": own, "Options of mergekit-yaml": self._of_mergekit}
-        for title, options in titles.items():
+        for title, options in (
+            ("Options", own),
+            ("Options of mergekit-yaml", self._of_mergekit),
+        ):
             records = [option.get_help_record(ctx) for option in options]
             with formatter.section(title):
                 formatter.write_dl([record for record in records if record])
+
+
+def _apply_options(command: Any) -> Callable[..., Any]:
+    """Let logging level, seed and threads hold for the process, as MergeKit does."""
+
+    def run(*, merge_options: Any, **own: Any) -> Any:
+        merge_options.apply_global_options()
+        return command(merge_options=merge_options, **own)
+
+    return run
 
 
 class Commands(click.Group):
@@ -114,8 +117,9 @@ def check(recipe: Path, out: Path | None, merge_options: "MergeOptions") -> None
     \b
     mergekit-himerging check recipe.yml --out merged/
 
-    Nothing is merged and no model is read whole. Exit code 1 with all problems, one a
-    line on stderr; else a table of block forwards, bytes, time and memory.
+    No model is read whole; adapters are merged into their cache. Exit code 1 with all
+    problems, one a line on stderr; else a table of block forwards, bytes, time and
+    memory.
     """
     from mergekit_himerging import api
 
@@ -287,7 +291,7 @@ def search(
         weights=_read_numbers(weights),
         objective=objective,
     )
-    merge = api.plan(recipe, merge_options)
+    merge = api.plan_ours(recipe, merge_options)
     with _progress(merge_options, "searching") as progress:
         result = api.search(merge, settings=settings, progress=progress)
     write_text(table, write_table(result))

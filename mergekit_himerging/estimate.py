@@ -4,11 +4,17 @@ Invariant: forwards and bytes are counted by the code that makes them; only the 
 are extrapolated, from one block, one head call and one layer on this machine.
 """
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from safetensors import SafetensorError
 
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.graph import PlannedWeights
@@ -18,20 +24,26 @@ from mergekit_himerging.analysis.session import make_replay, pick_device, read_d
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
 from mergekit_himerging.parameters import parse_bytes
 from mergekit_himerging.planning import PlannedMerge
+from mergekit_himerging.tasks import PlannedTensor, apply_plan
+
+TIMED_SECONDS = 0.3
+"""How long a call is repeated to be timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one round of analysis and the merge take.
+    """What one round of analysis and the merge take, at most.
 
     Attributes:
         n_block_calls: forwards of one batch through one block.
         n_tokens: of all calibration samples.
-        n_passes: how often every tensor is read, the merge included.
-        bytes_read: by all passes.
+        n_passes: how often every layer is read, the merge included.
+        bytes_read: by all passes, from the files; what lies outside the layers is read
+            several times in a pass.
         seconds: of the analysis on this machine.
         peak_bytes: of the analysis: hidden states, one layer of every variant, what
-            lies outside the layers, and logits.
+            lies outside the layers, and logits; not the libraries, nor pages of mapped
+            files, which the system takes back.
     """
 
     n_block_calls: int
@@ -70,54 +82,140 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     memory = parse_bytes(str(merge.settings["analysis_memory"]))
     tasks = read_data(merge, device, merge.settings["accept_share"])
     replay = make_replay(merge, device)
-    plain = merge.resolve(None)
+    # A wider scope would read every tensor to find its cuts.
+    plain = apply_plan(merge.tensors, None)
     weights = PlannedWeights(
         plain, plain, device=device, reference=merge.settings["reference"]
     )
-    passes: list[list[list[Job]]] = [
-        list(split_jobs(jobs, replay, memory)) for jobs in _list_passes(tasks)
+    passes = [
+        chunk
+        for jobs in _list_passes(tasks)
+        for chunk in split_jobs(jobs, replay, memory)
     ]
     n_layers = len(replay.blocks)
-    every_job = [job for chunks in passes for chunk in chunks for job in chunk]
-    calls = sum(
-        job.n_block_calls(layer) for job in every_job for layer in range(n_layers)
-    )
-    cells = sum(
-        job.n_block_calls(layer) * job.batch.input_ids.numel()
-        for job in every_job
-        for layer in range(n_layers)
-    )
-    targets = sum(job.n_streams(n_layers) * job.batch.n_targets for job in every_job)
-    n_passes = sum(len(chunks) for chunks in passes)
+    every_job = [job for chunk in passes for job in chunk]
+    calls = [sum(map(job.n_block_calls, range(n_layers))) for job in every_job]
 
     start = time.perf_counter()
     variants = weights.load(0)
     per_layer = time.perf_counter() - start
-    held = {
-        id(tensor): tensor.numel() * tensor.element_size()
-        for named in (variants.base, *variants.singles.values(), variants.merged)
-        for tensor in named.values()
-    }
     outer = replay.pick_outer(weights.load_outer("base", ""))
-    outer_bytes = sum(t.numel() * t.element_size() for t in outer.values())
+    outer_bytes = _count_bytes(outer)
     per_cell, per_target = _time_calls(every_job[0], replay, variants.base, outer)
-    hidden = max(
-        sum(job.n_bytes(n_layers, replay.width, replay.dtype.itemsize) for job in chunk)
-        for chunks in passes
-        for chunk in chunks
+    seconds = per_layer * n_layers * len(passes)
+    for job, n_calls in zip(every_job, calls, strict=True):
+        seconds += n_calls * job.batch.input_ids.numel() * per_cell
+        seconds += job.n_streams(n_layers) * job.batch.n_targets * per_target
+
+    # What lies outside the blocks is read twice for a front, or once and kept.
+    n_fronts = [len({f for job in chunk for f in job.fronts}) for chunk in passes]
+    n_kept = [min(n, memory // 4 // outer_bytes) for n in n_fronts]
+    outer_reads = 2 * sum(n_fronts) - sum(n_kept)
+    # A wider scope: twice for the plain merge, and twice for the treated one.
+    n_scope, n_outside = {"tensor": (0, 0), "layer": (4, 0), "model": (4, 4)}[
+        merge.settings["scope"]
+    ]
+    in_layers, outside = _count_stored(plain)
+    n_reads = len(passes) + n_scope + 1
+
+    width, item_size = replay.width, replay.dtype.itemsize
+    hidden = [sum(j.n_bytes(n_layers, width, item_size) for j in c) for c in passes]
+    # Half of the streams are read at once at most: those under the base.
+    positions = max(
+        max(1, job.n_streams(n_layers) // 2) * job.batch.n_targets for job in every_job
     )
-    block_bytes = sum(t.numel() * t.element_size() for t in variants.base.values())
-    model_bytes = n_layers * block_bytes + outer_bytes
+    logits = min(LOGITS_BYTES, positions * replay.vocabulary * 4)
     return Cost(
-        n_block_calls=calls,
+        n_block_calls=sum(calls),
         n_tokens=sum(task.tokenized.n_tokens for task in tasks),
-        n_passes=n_passes + 1,
-        bytes_read=model_bytes * (1 + len(merge.tasks)) * (n_passes + 1),
-        seconds=cells * per_cell
-        + targets * per_target
-        + per_layer * n_layers * n_passes,
-        peak_bytes=hidden + sum(held.values()) + 3 * outer_bytes + LOGITS_BYTES,
+        n_passes=n_reads,
+        bytes_read=in_layers * n_reads + outside * (outer_reads + n_outside + 1),
+        seconds=seconds,
+        peak_bytes=max(hidden)
+        + _count_bytes(variants.base, *variants.singles.values(), variants.merged)
+        + (max(n_kept) + 1) * outer_bytes
+        + 2 * logits,  # and their exponentials
     )
+
+
+def _count_bytes(*named: Weights) -> int:
+    """Count the bytes of tensors, one that has several names once."""
+    tensors = {id(tensor): tensor for weights in named for tensor in weights.values()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def read_sizes(model: ModelReference) -> dict[str, int]:
+    """Read how many bytes each tensor of a model takes in its files.
+
+    Args:
+        model: whose files are at hand; of an adapter what it was merged into.
+
+    Returns:
+        Bytes by tensor, from the headers of safetensors files; the tensors of another
+        file have equal shares of it.
+
+    Raises:
+        ValueError: a safetensors file is cut short.
+        OSError: a file is missing.
+    """
+    try:
+        index = LoaderCache().get(model).index
+    except SafetensorError as error:
+        raise ValueError(
+            f"the model's safetensors file must be whole, got '{error}'; copy or "
+            "download it anew"
+        ) from error
+    files: dict[Path, list[str]] = {}
+    for name, file in index.tensor_paths.items():
+        files.setdefault(Path(index.base_path) / file, []).append(name)
+    sizes: dict[str, int] = {}
+    for path, names in files.items():
+        if path.suffix == ".safetensors":
+            found = _read_header(path)
+            sizes |= {name: found[name] for name in names if name in found}
+        else:
+            sizes |= dict.fromkeys(names, path.stat().st_size // len(names))
+    return sizes
+
+
+def _read_header(path: Path) -> dict[str, int]:
+    """Read the bytes of each tensor: eight bytes of length, then JSON."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, size))
+    try:
+        ends = {
+            name: tensor["data_offsets"]
+            for name, tensor in json.loads(header).items()
+            if name != "__metadata__"
+        }
+    except ValueError as error:
+        raise ValueError(
+            f"'{path}' must be a safetensors file, got a broken header; copy it anew"
+        ) from error
+    whole = 8 + length + max((end for _, end in ends.values()), default=0)
+    if size != whole:
+        raise ValueError(
+            f"'{path}' must have {whole} bytes, got {size}; copy or download it anew"
+        )
+    return {name: end - start for name, (start, end) in ends.items()}
+
+
+def _count_stored(tensors: Sequence[PlannedTensor]) -> tuple[int, int]:
+    """Count the bytes of all inputs, in the layers and outside."""
+    sizes: dict[ModelReference, dict[str, int]] = {}
+    counts = {True: 0, False: 0}
+    for tensor in tensors:
+        inputs: Any = tensor.task.gather_tensors
+        gather = getattr(inputs, "gather_tensors", inputs)
+        for model, info in gather.weight_info.items():
+            if model not in sizes:
+                sizes[model] = read_sizes(model)
+            names = (info.name, *(info.aliases or ()), *(info.tied_names or ()))
+            found = (sizes[model][name] for name in names if name in sizes[model])
+            counts[tensor.layer is not None] += next(found, 0)
+    return counts[True], counts[False]
 
 
 def _list_passes(tasks: list[TaskData]) -> list[list[Job]]:
@@ -163,11 +261,11 @@ def _time_calls(
         )
 
 
-def _time(call: Callable[[], None], least: float = 0.3) -> float:
+def _time(call: Callable[[], None]) -> float:
     """Return the mean seconds of a call, over a short while, after one to warm up."""
     call()
     count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < least or count < 3:
+    while time.perf_counter() - start < TIMED_SECONDS or count < 3:
         call()
         count += 1
     return (time.perf_counter() - start) / count

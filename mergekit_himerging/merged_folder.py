@@ -17,6 +17,7 @@ from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.recipe import to_document
 from mergekit_himerging.staging import find_target
 from mergekit_himerging.views.markdown import (
+    BEGIN,
     REPORT_FILE,
     put_section,
     write_card_section,
@@ -54,66 +55,94 @@ def finish_folder(
         if plan is not None:
             plan = _rename(plan, labels)
             write_text(path, plan.to_json())
-        for name in (CARD_FILE, RECIPE_FILE):
-            _rewrite(folder / name, labels)
-    if plan is None:
-        return
-    recipe = yaml.safe_dump(
-        plan.recipe or document, sort_keys=False, allow_unicode=True
-    )
-    plot: str | None = PLOT_FILE
-    try:
-        draw_plan(plan, folder / PLOT_FILE)
-    except ValueError as error:
-        plot = None
-        say(f"no plot: {error}")
-    write_text(folder / REPORT_FILE, write_report(plan, recipe=recipe, plot=plot))
-    card = folder / CARD_FILE
-    if card.is_file():
+        _hide_in_copies(folder, document, labels)
+    section = ""
+    if plan is not None:
+        recipe = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+        plot = _try_plot(plan, folder / PLOT_FILE, say)
+        write_text(folder / REPORT_FILE, write_report(plan, recipe=recipe, plot=plot))
         section = write_card_section(plan, recipe=recipe)
+        say(f"report written to {find_target(folder) / REPORT_FILE}")
+    _write_section(folder, section)
+
+
+def _try_plot(plan: Plan, path: Path, say: Callable[[str], None]) -> str | None:
+    """Draw the plan, or say why not; returns the plot's name."""
+    try:
+        draw_plan(plan, path)
+    except ValueError as error:
+        say(f"no plot: {error}")
+        return None
+    return path.name
+
+
+def _write_section(folder: Path, section: str) -> None:
+    """Put a section, or none, into the card that was written or that stays."""
+    card = folder / CARD_FILE
+    if card.is_file() and section:
         write_text(card, put_section(card.read_text(encoding="utf-8"), section))
-    say(f"report written to {find_target(folder) / REPORT_FILE}")
+        return
+    earlier = find_target(folder) / CARD_FILE
+    if not card.is_file() and earlier.is_file():
+        text = earlier.read_text(encoding="utf-8")
+        if BEGIN in text:
+            write_text(card, put_section(text, section))
+
+
+def _hide_in_copies(folder: Path, document: Any, labels: Mapping[str, str]) -> None:
+    """Put labels for names into MergeKit's copies of the recipe."""
+    copy, card = folder / RECIPE_FILE, folder / CARD_FILE
+    if not copy.is_file():
+        return
+    source = copy.read_text(encoding="utf-8")
+    hidden = _replace(source, labels)
+    if set(_find_strings(yaml.safe_load(hidden))) & set(labels):  # escaped or folded
+        renamed = _rename_all(document, labels)
+        hidden = yaml.safe_dump(renamed, sort_keys=False, allow_unicode=True)
+    write_text(copy, hidden)
+    text = card.read_text(encoding="utf-8")
+    write_text(card, _replace(text.replace(source, hidden), labels))
 
 
 def _label(plan: Plan | None, document: Any) -> dict[str, str]:
-    """Shorten every local name of a merge, and each part of a reference."""
+    """Shorten every local name of a merge, and each part of a reference.
+
+    Base and models are shortened as ``Plan.check_fit`` shortens those of a recipe.
+    """
     names = set(list_names(plan)) if plan is not None else set()
     names |= set(_find_strings(document))
     names |= {part for name in names if is_local(name) for part in name.split("+")}
     labels = shorten_names(name for name in names if is_local(name))
+    if plan is not None:
+        fitting = shorten_names(plan.models) | shorten_names([plan.base])
+        if len(set(fitting.values())) == len(fitting):
+            labels |= fitting
     return {name: label for name, label in labels.items() if name != label}
 
 
 def _find_strings(value: Any) -> list[str]:
-    """List the texts of a recipe that name a model or data."""
+    """List the texts of a recipe."""
     if isinstance(value, Mapping):
-        found = []
-        for key, item in value.items():
-            if key in ("model", "base_model", "calibration", "path", "source", "plan"):
-                found += [item] if isinstance(item, str) else []
-            found += _find_strings(item)
-        return found
+        return [text for item in value.values() for text in _find_strings(item)]
     if isinstance(value, list):
         return [text for item in value for text in _find_strings(item)]
-    return []
+    return [value] if isinstance(value, str) else []
 
 
 def _rename(plan: Plan, labels: Mapping[str, str]) -> Plan:
     """Put labels for names wherever they stand in a plan."""
-
-    def rename(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {rename(key): rename(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [rename(item) for item in value]
-        return _replace(value, labels) if isinstance(value, str) else value
-
-    return Plan.model_validate(rename(json.loads(plan.to_json())))
+    return Plan.model_validate(_rename_all(json.loads(plan.to_json()), labels))
 
 
-def _rewrite(path: Path, labels: Mapping[str, str]) -> None:
-    if path.is_file():
-        write_text(path, _replace(path.read_text(encoding="utf-8"), labels))
+def _rename_all(value: Any, labels: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            _replace(key, labels): _rename_all(item, labels)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_rename_all(item, labels) for item in value]
+    return _replace(value, labels) if isinstance(value, str) else value
 
 
 def _replace(text: str, labels: Mapping[str, str]) -> str:

@@ -45,6 +45,19 @@ def shorten_names(names: Iterable[str], *, all_names: bool = False) -> dict[str,
             depths[name] += 1
 
 
+def is_short_for(label: str, name: str) -> bool:
+    """Whether a label is the end of a local name, part by part of a reference."""
+    shorts, fulls = label.split("+"), name.split("+")
+    if len(shorts) != len(fulls) or not is_local(name):
+        return False
+    for short, full in zip(shorts, fulls, strict=True):
+        steps = _split(full, True)
+        ending = _split(short, True)
+        if steps[-len(ending) :] != ending:
+            return False
+    return True
+
+
 def is_local(name: str) -> bool:
     """Whether a name, or a part of a ``base+adapter`` reference, is a local path."""
     return any(_IS_LOCAL.match(part) for part in name.split("+"))

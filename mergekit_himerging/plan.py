@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mergekit_himerging.files import STRICT_JSON
-from mergekit_himerging.names import shorten_names
+from mergekit_himerging.names import is_short_for
 from mergekit_himerging.recipe import resolve_model
 from mergekit_himerging.scores import GuardReport, Record, StepReport, TaskReport
 
@@ -178,8 +178,8 @@ class Plan(Record):
         """Check that the plan was made for this recipe.
 
         Two spellings of a model are the same where they are the same text, lead to the
-        same folder on this machine, or one is what ``shorten_names`` makes of the
-        other, as in plans that are published.
+        same folder on this machine, or the plan's is the end of the recipe's local
+        path, as in plans that are published.
 
         Args:
             base: the recipe's base model.
@@ -213,10 +213,12 @@ class Plan(Record):
 def _match_names(names: Sequence[str], models: Sequence[str]) -> dict[str, str]:
     """Find a plan's names among a recipe's models; those not found are left out."""
     folders = {resolve_model(model): model for model in models}
-    labels = {label: model for model, label in shorten_names(models).items()}
     found = {}
     for name in names:
-        model = folders.get(resolve_model(name)) or labels.get(name)
+        model = folders.get(resolve_model(name))
+        if model is None:
+            fitting = [other for other in models if is_short_for(name, other)]
+            model = fitting[0] if len(fitting) == 1 else None
         if model is not None:
             found[name] = model
     return found

@@ -1,5 +1,6 @@
 """Every recipe in the repository is loaded, and run where its models are there."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,17 @@ ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yml"))  # not those of merged folders
 
 
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """One cache, so that the quick start is analysed once."""
+    return tmp_path_factory.mktemp("plans")
+
+
 @pytest.fixture(autouse=True)
-def at_root(monkeypatch, tmp_path):
+def at_root(monkeypatch, plans):
     """Recipes are run from the repository root."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("MERGEKIT_HIMERGING_CACHE", str(tmp_path / "plans"))
+    monkeypatch.setenv("MERGEKIT_HIMERGING_CACHE", str(plans))
 
 
 def generate(folder: Path, prompt: str) -> str:
@@ -64,6 +71,19 @@ def test_quick_start_measures_every_layer_and_merges(tmp_path):
     assert f"plan written to {out}" in result.output
     assert all(task.score_single > task.score_base for task in plan.tasks)
     assert generate(out, "Who")
+
+
+def test_example_in_the_readme_runs(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:5] for line in lines[:2]] == [
+        ["suffers", "most", "in", "layer"]
+    ] * 2
+    assert lines[2].endswith(" treated")
+    assert "nats per token" in lines[3]
+    assert "Values(density=" in lines[-1]
 
 
 @pytest.mark.real

@@ -15,7 +15,12 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from mergekit_himerging.analysis.cache import hash_model
 from mergekit_himerging.analysis.session import folders_of, make_plan, pick_device
@@ -59,14 +64,17 @@ def load_merge(merge: PlannedMerge, plan: Plan | None) -> Loaded:
         state[weight.name] = value.to(dtype_from_name(dtype)) if dtype else value
     tokenizer, model_config = merge.load_output()
     device = pick_device(options)
-    auto: Any = AutoModelForCausalLM
-    model, info = auto.from_pretrained(
+    auto: Any = AutoModelForCausalLM  # which itself loads from folders alone
+    with torch.device("meta"):
+        empty = auto.from_config(
+            model_config, trust_remote_code=options.trust_remote_code
+        )
+    model, info = type(empty).from_pretrained(
         None,
         config=model_config,
         state_dict=state,
         dtype=_run_dtype(device, config.out_dtype or config.dtype),
         output_loading_info=True,
-        trust_remote_code=options.trust_remote_code,
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         wrong = sorted(map(str, info.get(kind) or ()))
@@ -76,7 +84,24 @@ def load_merge(merge: PlannedMerge, plan: Plan | None) -> Loaded:
                 f"merged tensors must be the model's, got {len(wrong)} {words} "
                 f"(the first: {wrong[0]}); merge to a folder and evaluate that"
             )
+    generation = _read_generation(merge)
+    if generation is not None:
+        model.generation_config = generation
     return _ready(model, device), tokenizer
+
+
+def _read_generation(merge: PlannedMerge) -> GenerationConfig | None:
+    """Read the end marks and the like that MergeKit would copy with the tokenizer."""
+    config = merge.config
+    if config.tokenizer or config.tokenizer_source or config.chat_template:
+        return None
+    donor = (config.base_model or config.referenced_models()[0]).model
+    try:
+        return GenerationConfig.from_pretrained(
+            donor.path, revision=donor.revision or "main"
+        )
+    except OSError:
+        return None
 
 
 def load_reference(
