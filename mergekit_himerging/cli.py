@@ -295,7 +295,7 @@ def search(
     with _progress(merge_options, "searching") as progress:
         result = api.search(merge, settings=settings, progress=progress)
     write_text(table, write_table(result))
-    write_text(out, write_recipe(merge, result))
+    write_text(out, write_recipe(merge, result, out.absolute().parent))
     start, best = result.trials[0], result.best
     click.echo(
         f"{result.what} {start.objective:.4f} as it was, {best.objective:.4f} tuned "

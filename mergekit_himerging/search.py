@@ -8,8 +8,10 @@ number in the table is the score of the merge that the tuned recipe would give.
 import csv
 import io
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -361,9 +363,20 @@ def _apply(plain: Sequence[PlannedTensor], choice: Choice) -> list[PlannedTensor
     return merged
 
 
-def write_recipe(merge: PlannedMerge, result: SearchResult) -> str:
-    """Write the recipe with the best trial's values, and comments that say so."""
+def write_recipe(
+    merge: PlannedMerge, result: SearchResult, folder: Path | None = None
+) -> str:
+    """Write the recipe with the best trial's values, and comments that say so.
+
+    Args:
+        merge: what was searched.
+        result: what was found.
+        folder: where the recipe will lie, so that its data is found from there; None
+            leaves paths as they are.
+    """
     document = to_document(merge.config)
+    if folder is not None:
+        _move_data(document, merge.folders, folder)
     _put_values(document, result.best.choice, str(merge.config.base_model))
     start, best = result.trials[0], result.best
     what = result.what
@@ -383,6 +396,22 @@ def write_recipe(merge: PlannedMerge, result: SearchResult) -> str:
         )
     head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     return head + yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _move_data(value: Any, folders: Sequence[Path], to: Path) -> None:
+    """Write relative paths of data as they are found from another folder."""
+    if isinstance(value, list):
+        for item in value:
+            _move_data(item, folders, to)
+    if not isinstance(value, dict):
+        return
+    data = value.get("calibration")
+    if isinstance(data, str) and not os.path.isabs(data):
+        found = next((f / data for f in folders if (f / data).exists()), None)
+        if found is not None:
+            value["calibration"] = os.path.relpath(found, to)
+    for item in value.values():
+        _move_data(item, folders, to)
 
 
 def _put_values(value: Any, choice: Choice, base: str) -> None:

@@ -3,6 +3,8 @@
 import csv
 import io
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +118,31 @@ def test_tuned_recipe_holds_the_best_values(searched, school, merge, tmp_path):
     assert all(torch.equal(by_hand[name], written[name]) for name in by_hand)
     start = result.trials[0]
     assert f"of the recipe as it was: {start.objective:.4f}" in text
+
+
+def test_recipe_in_another_folder_finds_its_data(searched, tmp_path):
+    recipe, planned, result = searched
+    data = Path(recipe["models"][0]["parameters"]["calibration"])
+    moved = {
+        **recipe,
+        "models": [
+            {
+                **item,
+                "parameters": {
+                    **item["parameters"],
+                    "calibration": Path(item["parameters"]["calibration"]).name,
+                },
+            }
+            for item in recipe["models"]
+        ],
+    }
+    config = MergeConfiguration.model_validate(moved)
+    planned = replace(planned, config=config, folders=[data.parent])
+    for folder in (data.parent, data.parent / "tuned", tmp_path):
+        tuned = yaml.safe_load(search.write_recipe(planned, result, folder))
+        for item, old in zip(tuned["models"], recipe["models"], strict=True):
+            found = folder / item["parameters"]["calibration"]
+            assert found.resolve() == Path(old["parameters"]["calibration"]).resolve()
 
 
 def test_table_has_a_row_for_every_trial(searched, school):

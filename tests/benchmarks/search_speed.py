@@ -100,6 +100,7 @@ def main(
 
         found = search._Search([t.settings.model for t in tasks], score, is_raw=False)
         found.measure_references()
+        found.try_all("", [{}])
         settings = search.SearchSettings(grid=10, evaluations=evaluations)
         seconds = clock(lambda: search._search_grid(found, model, settings))
         return seconds, found
