@@ -45,7 +45,14 @@ from mergekit_himerging.names import shorten_names
 from mergekit_himerging.parameters import METHOD_NAME, RecipeError, add_place
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.planning import PlannedMerge, plan_recipe
-from mergekit_himerging.preflight import check_models, check_output, check_recipe
+from mergekit_himerging.preflight import (
+    check_models,
+    check_output,
+    check_recipe,
+    inspect_planned,
+    inspect_recipe,
+    raise_errors,
+)
 from mergekit_himerging.recipe import read_tasks
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
@@ -250,11 +257,13 @@ class CheckReport:
 
     Attributes:
         problems: one sentence each; none where the merge can start.
+        warnings: what the merge can live with, one sentence each.
         cost: of analysis and merge; None with problems, or without an analysis.
     """
 
     problems: tuple[str, ...]
     cost: Cost | None
+    warnings: tuple[str, ...] = ()
 
 
 def check(
@@ -278,8 +287,13 @@ def check(
             problems.extend(line for line in text.split("\n") if line)
             return None
 
-    cost = _check(recipe, options or MergeOptions(quiet=True), out, collect)
-    return CheckReport(tuple(dict.fromkeys(problems)), None if problems else cost)
+    warnings: list[str] = []
+    cost = _check(recipe, options or MergeOptions(quiet=True), out, collect, warnings)
+    return CheckReport(
+        tuple(dict.fromkeys(problems)),
+        None if problems else cost,
+        tuple(dict.fromkeys(warnings)),
+    )
 
 
 def _check(
@@ -287,6 +301,7 @@ def _check(
     options: MergeOptions,
     out: Path | None,
     collect: Callable[..., Any],
+    warnings: list[str],
 ) -> Cost | None:
     """Check one thing after the other.
 
@@ -304,7 +319,9 @@ def _check(
     has_models = collect(check_models, config, options)
     if has_models:
         LoaderCache().setup(options=options)
-        has_models = collect(_check_files, config)
+        has_models = collect(
+            lambda: warnings.extend(raise_errors(inspect_recipe(config, options, out)))
+        )
     if out is not None:
         collect(check_output, config, str(out))
     for task in collect(read_tasks, config) or ():
@@ -313,6 +330,9 @@ def _check(
     if has_models:
         merge = collect(_plan, read, options)
     if merge is None:
+        return None
+    planned = merge
+    if not collect(lambda: warnings.extend(raise_errors(inspect_planned(planned)))):
         return None
     if out is not None:
         collect(_check_space, merge, out)

@@ -124,6 +124,8 @@ def check(recipe: Path, out: Path | None, merge_options: "MergeOptions") -> None
     from mergekit_himerging import api
 
     report = api.check(recipe, merge_options, out=out)
+    for line in report.warnings:
+        click.echo(f"warning: {line}", err=True)
     for line in report.problems:
         click.echo(f"error: {line}", err=True)
     if report.problems:

@@ -116,6 +116,7 @@ class Plan(Record):
         guard: whether the treated merge held on other samples.
         recipe: what was planned, as MergeKit read it, without what only says where to
             write.
+        warnings: what was found before the merge and did not stop it.
         versions: of the packages that measured.
         inputs: what the models' files were, by model.
     """
@@ -131,6 +132,7 @@ class Plan(Record):
     steps: tuple[StepReport, ...] = ()
     guard: GuardReport | None = None
     recipe: dict[str, Any] = Field({})
+    warnings: tuple[str, ...] = ()
     versions: dict[str, str] = Field({})
     inputs: dict[str, str] = Field({})
 

@@ -25,6 +25,9 @@ from mergekit_himerging.preflight import (
     check_models,
     check_output,
     check_recipe,
+    inspect_planned,
+    inspect_recipe,
+    raise_errors,
 )
 from mergekit_himerging.seam import MARK, SeamError, check_seam, find_moved, mark
 from mergekit_himerging.staging import find_target, remove_files, stage_folder
@@ -112,7 +115,10 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             check_recipe(merge_config, config_source)
             check_models(merge_config, options)
             check_output(merge_config, out_path)
-            _merge(original, merge_config, Path(out_path), options, config_source)
+            out = Path(out_path)
+            for text in raise_errors(inspect_recipe(merge_config, options, out)):
+                LOG.warning("hi_merging: %s", text)
+            _merge(original, merge_config, out, options, config_source)
         else:
             original(merge_config, out_path, options, config_source)
 
@@ -237,6 +243,11 @@ def _treat(planner: Any, config: Any) -> None:
     from mergekit_himerging.report import summarize
 
     merge = planning.describe_planner(planner, config)
+    warnings = raise_errors(inspect_planned(merge))
+    known = {f.text for f in inspect_recipe(config, merge.options, None)}
+    for text in warnings:
+        if text not in known:
+            LOG.warning("hi_merging: %s", text)
     plan_files = _plan_files(planner, merge.settings["plan_out"])
     plan = merge.read_plan()
     if plan is None and merge.tasks:
@@ -246,6 +257,8 @@ def _treat(planner: Any, config: Any) -> None:
     elif plan is None:
         merge.say("no calibration data, so the merge is model-wise only")
     treated = merge.resolve(plan)
+    if plan is not None:
+        plan = plan.model_copy(update={"warnings": tuple(warnings)})
     _write_plan(plan, plan_files, merge)
     with contextlib.suppress(LookupError):  # a planner of someone else's
         _MERGED.get().append((merge, treated))

@@ -16,7 +16,13 @@ ORDER = (
         "analysis.contribution",
     ),
     *("recipe", "scope", "method", "plan", "tasks", "report"),
-    *("union", "seam", "preflight", "planning", "verify"),
+    *("union", "seam", "preflight.finding", "preflight.headers"),
+    *("preflight.checkpoint", "preflight.models", "preflight.samples"),
+    *("preflight.quantised", "preflight.heads", "preflight.vocabulary"),
+    *("preflight.output", "preflight.adapters", "preflight.configs"),
+    *("preflight.slices", "preflight.planned", "preflight.weights"),
+    *("preflight.coverage", "preflight.deltas", "preflight.entry"),
+    *("preflight.inspect", "preflight", "planning", "verify"),
     *("export.filters", "export.breadcrumbs", "export.recipe"),
     *("views.words", "views.table", "views.plot", "views.markdown", "merged_folder"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
@@ -57,6 +63,7 @@ def test_every_file_has_its_place_and_imports_only_from_above():
         for path in ROOT.rglob("*.py")
         if path.name != "__init__.py" or path.parent == ROOT
     }
+    files["preflight"] = ROOT / "preflight" / "__init__.py"
     assert set(files) == set(ORDER)
     for name, path in files.items():
         above = set() if name in PURE else set(ORDER[: ORDER.index(name)])

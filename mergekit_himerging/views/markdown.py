@@ -84,6 +84,9 @@ def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
     if plan.order:
         blocks.append(f"Worst layers first: {', '.join(map(str, plan.order))}.")
     blocks += ["## Guard", f"Guard: {_tell(describe_guard(plan), labels)}."]
+    blocks += _with_head(
+        "## Warnings", [f"- {_tell(text, labels)}" for text in plan.warnings]
+    )
     settings = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in plan.settings.items()

@@ -1,4 +1,4 @@
-"""What is checked of a recipe and its models before the heavy work.
+"""Recipes, paths and depths checked as a command of MergeKit hands them over.
 
 Invariant: problems come all at once, each with its place and its remedy.
 """
