@@ -358,8 +358,8 @@ def test_check_finds_a_model_that_is_cut_short(school, tmp_path):
     file.write_bytes(content[:-64])
     recipe["models"][0]["model"] = str(folder)
     (problem,) = api.check(recipe).problems
-    assert "safetensors file must be whole" in problem
-    assert f"('{folder}')" in problem
+    n_bytes = len(content)
+    assert f"'{file}' must have {n_bytes} bytes, got {n_bytes - 64}" in problem
 
 
 def test_check_finds_a_shard_that_is_cut_short_or_missing(school, tmp_path):
@@ -458,8 +458,8 @@ def test_check_takes_what_mergekit_cannot_merge_as_a_problem(school, tmp_path):
     save_model(transformers.GPT2LMHeadModel(config), folder)
     recipe = make_recipe(school, "a")
     recipe["models"].append({"model": str(folder)})
-    (problem,) = api.check(recipe).problems
-    assert "architectures" in problem
+    problems = api.check(recipe).problems
+    assert any("architecture" in problem for problem in problems)
 
 
 # Evaluations
