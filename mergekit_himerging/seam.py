@@ -107,6 +107,11 @@ def mark(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def name_cached(reference: Any) -> str:
+    """Name the folder that MergeKit keeps a model with its adapter merged in."""
+    return "_".join(part._unique_id() for part in (reference.model, reference.lora))
+
+
 def make_planner(config: Any, options: Any) -> Any:
     """Make a planner for a recipe, as `run_merge` does."""
     from mergekit import merge

@@ -25,6 +25,7 @@ from mergekit_himerging.preflight.headers import (
 )
 from mergekit_himerging.preflight.models import Model, read_raw_config
 from mergekit_himerging.preflight.samples import pick_evenly
+from mergekit_himerging.seam import name_cached
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 QUANTISED_COPY = re.compile(r"(-unsloth)?-(bnb-)?[48]bit$")
@@ -146,8 +147,7 @@ def find_cached(model: Model, cache: str) -> Path:
     lora = model.reference.lora
     if lora is None:
         raise ValueError(f"'{model.reference}' must have an adapter, got none")
-    parts: list[Any] = [model.reference.model, lora]
-    return Path(cache) / "_".join(part._unique_id() for part in parts)
+    return Path(cache) / name_cached(model.reference)
 
 
 def _check_cache(
