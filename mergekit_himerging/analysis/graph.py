@@ -77,10 +77,11 @@ def merge_inputs(tensor: PlannedTensor, inputs: Inputs, cuts: Cuts) -> torch.Ten
         RecipeError: it cannot be merged; the message names it.
     """
     shared = tensor.task.parameters
+    parts = make_parts(tensor, inputs, cuts)
     try:
         return merge_tensor(
             inputs.base,
-            make_parts(tensor, inputs, cuts),
+            parts,
             consensus=shared["consensus"],
             normalize=shared["normalize"],
             strength=shared["lambda"],

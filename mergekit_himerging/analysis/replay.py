@@ -347,7 +347,7 @@ def _build(
             )
     except ValueError as error:
         raise UnsupportedModelError(
-            f"only causal language models can be analysed, got '{config.model_type}'; "
+            f"only causal language models can be analysed, got {config.model_type}; "
             "remove 'calibration' for the model-wise merge"
         ) from error
     named = (config.architectures or [type(model).__name__])[0]
