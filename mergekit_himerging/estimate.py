@@ -19,8 +19,10 @@ from safetensors import SafetensorError
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
+from mergekit_himerging.analysis.measured import BUDGET
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
+from mergekit_himerging.analysis.slopes import FORWARDS
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
 from mergekit_himerging.parameters import parse_bytes
 from mergekit_himerging.planning import PlannedMerge
@@ -89,7 +91,7 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     )
     passes = [
         chunk
-        for jobs in _list_passes(tasks)
+        for jobs in _list_passes(tasks, merge.settings["resolve"])
         for chunk in split_jobs(jobs, replay, memory)
     ]
     n_layers = len(replay.blocks)
@@ -120,6 +122,12 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
 
     width, item_size = replay.width, replay.dtype.itemsize
     hidden = [sum(j.n_bytes(n_layers, width, item_size) for j in c) for c in passes]
+    if (
+        merge.settings["resolve"] == "measured"
+    ):  # the way back needs every block's input
+        choosing = [b for task in tasks for b in task.choosing.batches]
+        cells = sum(batch.input_ids.numel() for batch in choosing)
+        hidden.append((n_layers + 2) * cells * width * item_size)
     # Half of the streams are read at once at most: those under the base.
     positions = max(
         max(1, job.n_streams(n_layers) // 2) * job.batch.n_targets for job in every_job
@@ -218,8 +226,12 @@ def _count_stored(tensors: Sequence[PlannedTensor]) -> tuple[int, int]:
     return counts[True], counts[False]
 
 
-def _list_passes(tasks: list[TaskData]) -> list[list[Job]]:
-    """List the jobs of each pass of one round, as the analysis makes them."""
+def _list_passes(tasks: list[TaskData], resolve: str) -> list[list[Job]]:
+    """List the jobs of each pass of one round, as the analysis makes them.
+
+    Of treatments chosen by measurement, all that the budget allows: a pass there, one
+    back that costs the rest of `FORWARDS`, and one for the step.
+    """
 
     def jobs(choosing: Depth, accepting: Depth | None) -> list[Job]:
         return [
@@ -230,7 +242,11 @@ def _list_passes(tasks: list[TaskData]) -> list[list[Job]]:
             for batch in part.batches
         ]
 
-    return [jobs("fronts", "fronts"), jobs("layers", None), jobs("merged", "merged")]
+    middle = [jobs("layers", None)]
+    if resolve == "measured":
+        once = jobs("merged", None)
+        middle = [once, once * (FORWARDS - 1), once] * (BUDGET // (FORWARDS + 1))
+    return [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
 
 
 def _time_calls(

@@ -46,8 +46,8 @@ def finish_folder(
         say: prints a line.
     """
     path = folder / PLAN_FILE
-    for name in (REPORT_FILE, PLOT_FILE):
-        (folder / name).unlink(missing_ok=True)
+    for name in (REPORT_FILE, PLOT_FILE):  # of an earlier merge
+        (find_target(folder) / name).unlink(missing_ok=True)
     plan = read_plan(path) if path.is_file() else None
     document = to_document(config)
     if hides_paths:

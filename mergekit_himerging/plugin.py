@@ -1,6 +1,5 @@
 """Where the package meets MergeKit: registration, hooks, the plan put into a merge."""
 
-import contextlib
 import functools
 import logging
 import os
@@ -8,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,12 +30,9 @@ from mergekit_himerging.preflight import (
     raise_errors,
 )
 from mergekit_himerging.seam import MARK, SeamError, check_seam, find_moved, mark
-from mergekit_himerging.staging import find_target, remove_files, stage_folder
+from mergekit_himerging.staging import find_target, stage_folder
 
 LOG = logging.getLogger(__name__)
-
-VIEW_FILES = ("hi_merging_report.md", "hi_merging_plot.svg")
-"""What an earlier merge has left of its plan's views."""
 
 
 def register_method(module: ModuleType) -> None:
@@ -116,17 +113,34 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             check_models(merge_config, options)
             check_output(merge_config, out_path)
             out = Path(out_path)
-            for text in raise_errors(inspect_recipe(merge_config, options, out)):
+            warnings = raise_errors(inspect_recipe(merge_config, options, out))
+            for text in warnings:
                 LOG.warning("hi_merging: %s", text)
-            _merge(original, merge_config, out, options, config_source)
+            run = _Run(warnings)
+            _merge(original, merge_config, out, options, config_source, run)
         else:
             original(merge_config, out_path, options, config_source)
 
     return run_merge
 
 
-_MERGED: ContextVar[list[Any]] = ContextVar("_MERGED")
-"""What the merge of this context has planned, once it has."""
+@dataclass(slots=True)
+class _Run:
+    """What `run_merge` and the planner that it makes tell each other.
+
+    Attributes:
+        warnings: printed before planning.
+        merge: what was planned, once it is.
+        tensors: the same with their final values.
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    merge: Any = None
+    tensors: Any = ()
+
+
+_RUN: ContextVar[_Run] = ContextVar("_RUN")
+"""The merge of this context; none for a planner that someone else has made."""
 
 
 def _merge(
@@ -135,6 +149,7 @@ def _merge(
     out: Path,
     options: Any,
     source: str | None,
+    run: _Run,
 ) -> None:
     """Merge beside the target, check what was written, and move it there."""
     from mergekit_himerging.merged_folder import finish_folder
@@ -142,30 +157,27 @@ def _merge(
 
     is_new = not out.exists()
     given = config.model_copy(deep=True)
-    planned: list[Any] = []
-    token = _MERGED.set(planned)
+    token = _RUN.set(run)
     try:
         with stage_folder(out) as staged:
             original(config, str(staged), options, source)
-            ((merge, tensors),) = planned
             verify_folder(
-                staged, tensors, out_dtype=given.out_dtype, device=options.device
+                staged, run.tensors, out_dtype=given.out_dtype, device=options.device
             )
             if (out / PLAN_FILE).exists():
                 shutil.copyfile(out / PLAN_FILE, staged / PLAN_FILE)
             finish_folder(
                 staged,
                 given,
-                hides_paths=merge.settings["hide_paths"],
-                say=merge.say,
+                hides_paths=run.merge.settings["hide_paths"],
+                say=run.merge.say,
             )
-            remove_files(out, VIEW_FILES)
     except BaseException:
         if is_new:
             _remove_empty(str(out))
         raise
     finally:
-        _MERGED.reset(token)
+        _RUN.reset(token)
 
 
 def _wrap_plan_to_disk(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,11 +255,11 @@ def _treat(planner: Any, config: Any) -> None:
     from mergekit_himerging.report import summarize
 
     merge = planning.describe_planner(planner, config)
+    run = _RUN.get(_Run())
     warnings = raise_errors(inspect_planned(merge))
-    known = {f.text for f in inspect_recipe(config, merge.options, None)}
-    for text in warnings:
-        if text not in known:
-            LOG.warning("hi_merging: %s", text)
+    for text in sorted(set(warnings) - set(run.warnings)):
+        LOG.warning("hi_merging: %s", text)
+    warnings = sorted({*warnings, *run.warnings})
     plan_files = _plan_files(planner, merge.settings["plan_out"])
     plan = merge.read_plan()
     if plan is None and merge.tasks:
@@ -260,8 +272,7 @@ def _treat(planner: Any, config: Any) -> None:
     if plan is not None:
         plan = plan.model_copy(update={"warnings": tuple(warnings)})
     _write_plan(plan, plan_files, merge)
-    with contextlib.suppress(LookupError):  # a planner of someone else's
-        _MERGED.get().append((merge, treated))
+    run.merge, run.tensors = merge, treated
     seam.put_tensors(planner, [(tensor.weight, tensor.task) for tensor in treated])
 
 

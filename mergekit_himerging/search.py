@@ -377,7 +377,7 @@ def write_recipe(
     document = to_document(merge.config)
     if folder is not None:
         _move_data(document, merge.folders, folder)
-    _put_values(document, result.best.choice, str(merge.config.base_model))
+    _put_values(document, result.best.choice)
     start, best = result.trials[0], result.best
     what = result.what
     samples = ", ".join(f"{n} samples of '{m}'" for m, n in result.n_samples.items())
@@ -414,11 +414,11 @@ def _move_data(value: Any, folders: Sequence[Path], to: Path) -> None:
         _move_data(item, folders, to)
 
 
-def _put_values(value: Any, choice: Choice, base: str) -> None:
+def _put_values(value: Any, choice: Choice) -> None:
     """Set the values of every model in a recipe, wherever it stands."""
     if isinstance(value, list):
         for item in value:
-            _put_values(item, choice, base)
+            _put_values(item, choice)
     if not isinstance(value, dict):
         return
     values = choice.get(str(value.get("model")), None)
@@ -429,7 +429,7 @@ def _put_values(value: Any, choice: Choice, base: str) -> None:
             if given is not None:
                 parameters[name] = given
     for item in value.values():
-        _put_values(item, choice, base)
+        _put_values(item, choice)
 
 
 def write_table(result: SearchResult) -> str:

@@ -7,8 +7,10 @@ at most the plan, which is written as soon as it exists.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+
+from mergekit_himerging.parameters import RecipeError
 
 
 @contextlib.contextmanager
@@ -22,6 +24,9 @@ def stage_folder(target: Path) -> Iterator[Path]:
 
     Args:
         target: a folder that exists or not; its parents are made.
+
+    Raises:
+        RecipeError: nothing can be written there.
     """
     target = target.absolute()
     outer = target.parent / f".{target.name}.partial"
@@ -30,7 +35,13 @@ def stage_folder(target: Path) -> Iterator[Path]:
         outer = target / f".{target.name}.staged"
     shutil.rmtree(outer, ignore_errors=True)
     staged = outer / target.name
-    staged.mkdir(parents=True)
+    try:
+        staged.mkdir(parents=True)
+    except OSError as error:
+        raise RecipeError(
+            f"the output folder must be one that can be written, got {error.strerror} "
+            f"('{target}'); name another"
+        ) from error
     try:
         yield staged
         _move(staged, target)
@@ -44,12 +55,6 @@ def find_target(folder: Path) -> Path:
     if outer.name == f".{folder.name}.partial":
         return outer.parent / folder.name
     return outer.parent if outer.name == f".{folder.name}.staged" else folder
-
-
-def remove_files(folder: Path, names: Sequence[str]) -> None:
-    """Remove files that are there."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _move(staged: Path, target: Path) -> None:

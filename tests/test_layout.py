@@ -6,15 +6,8 @@ from pathlib import Path
 import mergekit_himerging
 
 ORDER = (
-    *(
-        "files",
-        "names",
-        "staging",
-        "parameters",
-        "kernel",
-        "scores",
-        "analysis.contribution",
-    ),
+    *("files", "names", "parameters", "staging", "kernel", "scores"),
+    "analysis.contribution",
     *("recipe", "scope", "method", "plan", "tasks", "report"),
     *("union", "seam", "preflight.finding", "preflight.headers"),
     *("preflight.checkpoint", "preflight.models", "preflight.samples"),
@@ -38,7 +31,7 @@ ORDER = (
     *("plugin", "boot", "api", "__init__", "cli"),
 )
 PURE = (
-    *("files", "names", "staging", "parameters", "kernel", "scores"),
+    *("files", "names", "parameters", "kernel", "scores"),
     "analysis.contribution",
 )
 ROOT = Path(mergekit_himerging.__file__).parent

@@ -17,6 +17,7 @@ from mergekit_himerging.analysis.measured import BUDGET, MAX_FACTOR, choose_fact
 from mergekit_himerging.analysis.objective import Objective
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
+from mergekit_himerging.estimate import estimate_cost
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.planning import plan_recipe
 from mergekit_himerging.report import summarize
@@ -285,3 +286,15 @@ def test_too_little_memory_says_how_much_is_needed(school, tmp_path):
             memory=20_000,
             cuts={},
         )
+
+
+def test_estimate_counts_the_forwards_that_measuring_may_take(school, tmp_path):
+    recipe = make_analysis(school, tmp_path, "a", "b", resolve="measured")
+    merge = plan_of(recipe)
+    tasks = read_data(merge, torch.device("cpu"), accept_share=0.5)
+    choosing = sum(len(task.choosing.batches) for task in tasks)
+    accepting = sum(len(task.accepting.batches) for task in tasks)
+    cost = estimate_cost(merge)
+    whole_models = 3 + 1  # base, single and merge, then the treated merge
+    expected = BUDGET * choosing + whole_models * (choosing + accepting)
+    assert cost.n_block_calls == 3 * expected

@@ -20,6 +20,7 @@ from test_analysis import ROWS, assert_same, make_analysis, save_school
 from mergekit_himerging.merged_folder import CARD_FILE, PLOT_FILE, RECIPE_FILE
 from mergekit_himerging.names import is_short_for
 from mergekit_himerging.plan import PLAN_FILE, read_plan
+from mergekit_himerging.preflight import Finding
 from mergekit_himerging.views.markdown import BEGIN, END, REPORT_FILE
 
 OURS = {PLAN_FILE, REPORT_FILE, PLOT_FILE}
@@ -363,3 +364,18 @@ def test_hidden_adapters_still_fit(school, tmp_path):
 )
 def test_label_fits_the_end_of_a_local_name(label, name, fits):
     assert is_short_for(label, name) == fits
+
+
+def test_warnings_of_every_check_are_kept_in_plan_and_report(
+    school, tmp_path, monkeypatch
+):
+    for name, text in (("inspect_recipe", "before | it"), ("inspect_planned", "after")):
+        found = [Finding("warning", text)]
+        monkeypatch.setattr(f"mergekit_himerging.plugin.{name}", lambda *_, f=found: f)
+    out = tmp_path / "merged"
+    run(make_measured(school, tmp_path), out)
+    assert read_plan(out / PLAN_FILE).warnings == ("after", "before | it")
+    report = (out / REPORT_FILE).read_text(encoding="utf-8")
+    assert "## Warnings" in report
+    assert "- after" in report
+    assert "before" in report

@@ -123,6 +123,17 @@ def test_what_cannot_be_verified_is_said(zoo, run_recipe, caplog):
     assert "not in safetensors, so it is not verified" in caplog.text
 
 
+def test_output_under_a_file_is_one_sentence(zoo, run_recipe, tmp_path):
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    result = run_recipe(make_recipe(zoo, "a", "b"), out=tmp_path / "file" / "merged")
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: the output folder must be one that can be written, got Not a "
+        f"directory ('{tmp_path}/file/merged'); name another\n"
+    )
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
 KILLED = """
 import os, signal, sys
 from mergekit.io.tasks import SaveTensor

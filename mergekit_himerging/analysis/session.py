@@ -25,6 +25,7 @@ from mergekit_himerging.analysis.cache import (
 from mergekit_himerging.analysis.contribution import Rules
 from mergekit_himerging.analysis.data import TaskData, read_task
 from mergekit_himerging.analysis.jobs import Job
+from mergekit_himerging.analysis.measured import BUDGET
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
 from mergekit_himerging.analysis.streams import Progress
@@ -120,7 +121,10 @@ def _analyse(
         compare=settings["compare"],
     )
     with _show_progress(
-        tasks, skeleton.n_layers, quiet=merge.options.quiet
+        tasks,
+        skeleton.n_layers,
+        resolve=settings["resolve"],
+        quiet=merge.options.quiet,
     ) as progress:
         return analyse_merge(
             skeleton,
@@ -310,14 +314,15 @@ def pick_device(options: MergeOptions) -> torch.device:
 
 @contextmanager
 def _show_progress(
-    tasks: Sequence[TaskData], n_layers: int, *, quiet: bool
+    tasks: Sequence[TaskData], n_layers: int, *, resolve: str, quiet: bool
 ) -> Iterator[Progress]:
     """Show block forwards done; a further round of analysis is added as it begins."""
     wholes, again = 0, 0
     for task in tasks:
         for batch in task.choosing.batches:
             job = Job(task.settings.model, batch, "layers")
-            again += sum(job.n_block_calls(layer) for layer in range(n_layers))
+            calls = sum(job.n_block_calls(layer) for layer in range(n_layers))
+            again += BUDGET * n_layers if resolve == "measured" else calls
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
         wholes += 3 * n_layers * n_batches
         again += n_layers * n_batches
