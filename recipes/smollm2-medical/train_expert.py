@@ -1,12 +1,15 @@
-"""Train one LoRA expert on one task, on the CPU.
+"""Train one expert on one task, or on a mix of tasks, on the CPU.
 
 Needs: the pip packages torch, transformers and peft, the base and the wheels that
-prepare.py leaves, about 2.5 GB of memory and, for 164 steps, 6 minutes on one idle
-core.
+prepare.py leaves, about 2.5 GB of memory (5 GB with --full) and, for 164 steps of an
+English task, 6 minutes on one idle core.
 Run from the repository root:
 
     python recipes/smollm2-medical/train_expert.py --task en-mcqa \
         --out recipes/smollm2-medical/experts/en-mcqa
+
+With several --task the batches of the tasks take turns, --steps of each. With --full
+all weights are trained and a whole model is written, not a LoRA adapter.
 
 The same command goes on where a stopped run was: a state file beside the output keeps
 weights and optimiser, and is removed at the end. The order of rows is a function of
@@ -51,6 +54,7 @@ BATCH_ROWS = 8
 WINDOW_BATCHES = 8
 WARM_UP_STEPS = 10
 PEAK_LEARNING_RATE = 1e-3
+FULL_PEAK_LEARNING_RATE = 1e-4
 MAX_GRADIENT_NORM = 1.0
 STEPS_BETWEEN_LINES = 10
 STEPS_BETWEEN_SAVES = 20
@@ -60,20 +64,45 @@ STEPS_BETWEEN_SAVES = 20
 class Settings:
     """What a state file must agree with to be resumed."""
 
-    task: str
+    tasks: tuple[str, ...]
     steps: int
     seed: int
+    is_full: bool
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all tasks together."""
+        return self.steps * len(self.tasks)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Learning rate after the warm-up."""
+        return FULL_PEAK_LEARNING_RATE if self.is_full else PEAK_LEARNING_RATE
 
 
 @click.command()
-@click.option("--task", type=click.Choice(list(TASKS)), required=True)
+@click.option(
+    "--task",
+    "tasks",
+    type=click.Choice(list(TASKS)),
+    required=True,
+    multiple=True,
+    help="What to train on; several for a mix.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     required=True,
-    help="New folder for the adapter.",
+    help="New folder for the adapter, or the model.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=164, show_default=True)
+@click.option("--full", "is_full", is_flag=True, help="Train all weights.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=164,
+    show_default=True,
+    help="Steps of each task.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -89,28 +118,41 @@ class Settings:
     show_default=True,
 )
 def main(
-    task: str, out: Path, steps: int, seed: int, threads: int, base: Path, wheels: Path
+    tasks: tuple[str, ...],
+    out: Path,
+    is_full: bool,
+    steps: int,
+    seed: int,
+    threads: int,
+    base: Path,
+    wheels: Path,
 ) -> None:
-    """Train a LoRA expert and save it as a PEFT adapter in bfloat16."""
+    """Train an expert and save it in bfloat16: a PEFT adapter, or a whole model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if out.exists():
         raise click.ClickException(
             f"{out} must not exist yet; remove it or name another folder"
         )
     torch.set_num_threads(threads)
-    settings = Settings(task, steps, seed)
+    settings = Settings(tasks, steps, seed, is_full)
+    model: LlamaForCausalLM | PeftModel
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if not is_full:
+        model = add_adapter(model, seed)
     try:
-        model = add_adapter(base, seed)
-        examples = read_examples(task, base, wheels)
+        examples = [read_examples(task, base, wheels) for task in tasks]
         train(model, examples, settings, out.with_name(f"{out.name}.training-state.pt"))
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    save_adapter(model, out)
+    if isinstance(model, PeftModel):
+        save_adapter(model, out)
+    else:
+        save_model(model, base, out)
     click.echo(f"wrote {out}")
 
 
-def add_adapter(base: Path, seed: int) -> PeftModel:
-    """Load the base in float32 and put a fresh adapter on its linear layers."""
+def add_adapter(model: LlamaForCausalLM, seed: int) -> PeftModel:
+    """Put a fresh adapter on the base's linear layers."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=RANK,
@@ -118,7 +160,6 @@ def add_adapter(base: Path, seed: int) -> PeftModel:
         lora_dropout=0.0,
         target_modules=list(LINEAR_LAYERS),
     )
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     # The fork leaves the process's own random state as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -133,27 +174,42 @@ def read_examples(task: str, base: Path, wheels: Path) -> list[Example]:
 
 
 def train(
-    model: PeftModel, examples: Sequence[Example], settings: Settings, state: Path
+    model: LlamaForCausalLM | PeftModel,
+    examples: Sequence[Sequence[Example]],
+    settings: Settings,
+    state: Path,
 ) -> None:
-    """Train the adapter in place, from the state file where there is one.
+    """Train a model, or its adapter, in place, from the state file where there is one.
 
     The loss of a step is the mean over the answer tokens of its batch, in nats.
+
+    Args:
+        model: what is trained.
+        examples: by task, in the order of the settings.
+        settings: how.
+        state: where an unfinished run is kept.
 
     Raises:
         ValueError: the state file is of other settings.
     """
-    network = cast(LlamaForCausalLM, model.get_base_model())
+    network = cast(
+        LlamaForCausalLM,
+        model.get_base_model() if isinstance(model, PeftModel) else model,
+    )
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(weights, lr=PEAK_LEARNING_RATE, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(
+        weights, lr=settings.peak_learning_rate, weight_decay=0.0
+    )
     first_step = resume(model, optimiser, settings, state)
     started = time.monotonic()
     n_tokens = 0
     recent: list[float] = []
-    for step, batch in enumerate(batches(examples, settings.seed, settings.steps)):
+    n_steps = settings.total_steps
+    for step, batch in enumerate(take_turns(examples, settings)):
         if step < first_step:
             continue
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, settings.steps)
+            group["lr"] = learning_rate(step, n_steps, settings.peak_learning_rate)
         loss = torch.cat(answer_losses(network, batch)).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, MAX_GRADIENT_NORM)
@@ -163,20 +219,29 @@ def train(
         n_tokens += sum(len(example.ids) for example in batch)
         recent.append(loss.item())
         done = step + 1
-        if done % STEPS_BETWEEN_LINES == 0 or done == settings.steps:
+        if done % STEPS_BETWEEN_LINES == 0 or done == n_steps:
             seconds = time.monotonic() - started
             LOG.info(
                 "step %d of %d: loss %.3f nats per token, %.0f s, %.0f tokens/s",
                 done,
-                settings.steps,
+                n_steps,
                 sum(recent) / len(recent),
                 seconds,
                 n_tokens / seconds,
             )
             recent.clear()
-        if done % STEPS_BETWEEN_SAVES == 0 and done < settings.steps:
+        if done % STEPS_BETWEEN_SAVES == 0 and done < n_steps:
             save_state(model, optimiser, settings, done, state)
     state.unlink(missing_ok=True)
+
+
+def take_turns(
+    examples: Sequence[Sequence[Example]], settings: Settings
+) -> Iterator[list[Example]]:
+    """Yield a batch of each task in turn."""
+    streams = [batches(rows, settings.seed, settings.steps) for rows in examples]
+    for turn in zip(*streams, strict=True):
+        yield from turn
 
 
 def batches(
@@ -206,16 +271,23 @@ def batches(
         produced += len(epoch)
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, peak: float) -> float:
     """Warm up linearly, then fall to zero along half a cosine; ``step`` from 0."""
     if step < WARM_UP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARM_UP_STEPS
+        return peak * (step + 1) / WARM_UP_STEPS
     progress = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
-    return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def get_trained(model: LlamaForCausalLM | PeftModel) -> dict[str, torch.Tensor]:
+    """Return the weights that are trained."""
+    if isinstance(model, PeftModel):
+        return dict(get_peft_model_state_dict(model))
+    return dict(model.state_dict())
 
 
 def save_state(
-    model: PeftModel,
+    model: LlamaForCausalLM | PeftModel,
     optimiser: torch.optim.Optimizer,
     settings: Settings,
     done: int,
@@ -228,7 +300,7 @@ def save_state(
         {
             "settings": dataclasses.asdict(settings),
             "done": done,
-            "adapter": get_peft_model_state_dict(model),
+            "weights": get_trained(model),
             "optimiser": optimiser.state_dict(),
         },
         unfinished,
@@ -237,7 +309,7 @@ def save_state(
 
 
 def resume(
-    model: PeftModel,
+    model: LlamaForCausalLM | PeftModel,
     optimiser: torch.optim.Optimizer,
     settings: Settings,
     path: Path,
@@ -256,7 +328,10 @@ def resume(
             f"{path} must be of this run, {expected}, got {state['settings']}; "
             "repeat the earlier command or remove the file"
         )
-    set_peft_model_state_dict(model, state["adapter"])
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, state["weights"])
+    else:
+        model.load_state_dict(state["weights"])
     optimiser.load_state_dict(state["optimiser"])
     LOG.info("going on after step %d", state["done"])
     return int(state["done"])
@@ -276,6 +351,13 @@ def save_adapter(model: PeftModel, out: Path) -> None:
         model.save_pretrained(str(unfinished), save_embedding_layers=False)
         # peft writes a model card of placeholders.
         (unfinished / "README.md").unlink(missing_ok=True)
+
+
+def save_model(model: LlamaForCausalLM, base: Path, out: Path) -> None:
+    """Save a whole model in bfloat16, with the base's tokenizer."""
+    with new_folder(out) as unfinished:
+        model.to(torch.bfloat16).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(base).save_pretrained(unfinished)
 
 
 if __name__ == "__main__":
