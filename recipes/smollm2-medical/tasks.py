@@ -167,16 +167,25 @@ def _keep_per_answer(rows: Iterable[Row], limit: int) -> list[Row]:
 
 
 def _choice_row(
-    question: str, cue: str, target: str, pool: Iterable[str], group: str
+    question: str,
+    cue: str,
+    target: str,
+    pool: Iterable[str],
+    group: str,
+    *,
+    lists_options: bool = True,
 ) -> Row:
-    """Put the target among three others of the pool, in an order the question fixes."""
+    """Put the target among three others of the pool, in an order the question fixes.
+
+    Options that the prompt does not list are ranked all the same.
+    """
     generator = random.Random(question)
     choices = [*generator.sample([c for c in pool if c != target], 3), target]
     generator.shuffle(choices)
     options = [
         f"{letter}. {c.strip()}" for letter, c in zip(LETTERS, choices, strict=True)
     ]
-    prompt = "\n".join([question, *options, cue])
+    prompt = "\n".join([question, *(options if lists_options else ()), cue])
     return Row(prompt, target, group, tuple(choices))
 
 
@@ -210,7 +219,15 @@ def _chinese_choice_rows(wheels: Path) -> Iterator[Row]:
             continue
         seen.add(name)
         question = f"“{name}”属于哪类手术？"
-        yield _choice_row(question, "答案：", target, labels, procedure.code[:4])
+        # Listed options double the prompt, and this base does not learn to read them.
+        yield _choice_row(
+            question,
+            "答案：",
+            target,
+            labels,
+            procedure.code[:4],
+            lists_options=False,
+        )
 
 
 def _english_answer_rows(wheels: Path) -> Iterator[Row]:
