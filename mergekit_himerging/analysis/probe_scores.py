@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mergekit_himerging.analysis.calibration import score_samples
+from mergekit_himerging.analysis.calibration import Sample, score_samples
 from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.data import Probes, TaskData
 from mergekit_himerging.analysis.jobs import Measured
@@ -26,3 +26,33 @@ def score_probes(
         for row in rows
     ]
     return np.stack(scores) if values.dim() == 2 else scores[0]
+
+
+def score_smoothly(
+    samples: Sequence[Sample], values: torch.Tensor, sequence: torch.Tensor
+) -> torch.Tensor:
+    """Score each sample by what has a slope, also where the metric counts.
+
+    The score of a sample with several options is the log-probability of the right one
+    among them, each taken at its mean over tokens; of one option, that mean.
+
+    Args:
+        samples: in the order that their options are numbered in.
+        values: ``[streams, targets]``, log-probabilities, float64, in nats; read only.
+        sequence: ``[targets]``, the option that each target belongs to.
+
+    Returns:
+        ``[streams, samples]``, float64, higher is better.
+    """
+    counts = torch.tensor([o.n_targets for s in samples for o in s.options])
+    means = values.new_zeros((len(values), len(counts)))  # [streams, options]
+    means.index_add_(1, sequence, values)
+    means /= counts
+    scores, start = [], 0
+    for sample in samples:
+        options = means[:, start : start + len(sample.options)]
+        start += len(sample.options)
+        if len(sample.options) > 1:
+            options = options.log_softmax(1)
+        scores.append(options[:, sample.answer])
+    return torch.stack(scores, dim=1)
