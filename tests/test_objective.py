@@ -1,0 +1,122 @@
+"""What merges are compared by: weights, floors, and steps that keep to them."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mergekit_himerging.analysis.objective import PENALTY, Objective
+
+ZEROS = [np.zeros(2), np.zeros(2)]
+
+NONE = np.zeros(2)
+
+
+def at(*means):
+    """Scores of two samples each, around these means."""
+    return [np.array([mean - 0.1, mean + 0.1]) for mean in means]
+
+
+def test_mean_is_weighted():
+    objective = Objective("mean", ZEROS, [1.0, 2.0], [3.0, 1.0])
+    # Recovered 0.5 and 0.9, three to one.
+    assert objective.value(at(0.5, 1.8)) == pytest.approx(0.6)
+    assert objective.weigh_tasks(at(0.5, 1.8)) == pytest.approx([0.75, 0.125])
+
+
+@pytest.mark.parametrize(("kind", "value"), [("mean", 0.6), ("worst", 0.5)])
+def test_task_of_weight_0_does_not_count_where_it_is_worst(kind, value):
+    objective = Objective(kind, [np.zeros(2)] * 3, [1.0] * 3, [1.0, 0.0, 1.0])
+    scores = at(0.5, -50.0, 0.7)
+    assert objective.value(scores) == pytest.approx(value)
+    assert objective.weigh_tasks(scores)[1] == 0
+    louder = [*at(0.5), np.array([-900.0, 900.0]), *at(0.7)]
+    plain = at(0.4, 0.4, 0.4)
+    quiet_se = objective.difference_se(scores, plain)
+    assert objective.difference_se(louder, plain) == pytest.approx(quiet_se)
+
+
+def test_floor_that_is_missed_costs_more_than_all_else_wins():
+    objective = Objective("mean", ZEROS, [1.0, 2.0], least=[0.8, None])
+    missed, kept = at(0.79, 10.0), at(0.8, 0.0)
+    assert objective.shortfalls(missed) == pytest.approx([0.01, 0.0])
+    assert objective.shortfalls(kept).tolist() == [0.0, 0.0]
+    assert objective.value(missed) > objective.value(kept)
+    # A floor counts in shares of the gain, also of a task that is not aimed at.
+    excluded = Objective("mean", ZEROS, [1.0, 2.0], [1.0, 0.0], [None, 1.8])
+    assert excluded.merit(at(0.5, 1.4)) == pytest.approx(0.5 - PENALTY * 0.2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "breaks"),
+    [(0.9, 0.8, False), (0.9, 0.79, True), (0.7, 0.69, True), (0.7, 0.75, False)],
+)
+def test_floor_is_broken_by_falling_below_it_or_further(before, after, breaks):
+    objective = Objective("mean", ZEROS, [1.0, 1.0], least=[0.8, None])
+    assert objective.breaks_floor(at(after, 5.0), at(before, 0.0)) == breaks
+
+
+@pytest.mark.parametrize("first", [0.6, 0.9])
+def test_weights_are_the_derivative_of_the_merit(first):
+    objective = Objective("mean", ZEROS, [1.0, 2.0], [3.0, 1.0], [0.8, 1.0])
+    scores = at(first, 0.9)
+    weights = objective.weigh_tasks(scores) + objective.weigh_floors(scores)
+    for task in range(2):
+        up, down = (
+            objective.merit([s + by if t == task else s for t, s in enumerate(scores)])
+            for by in (1e-6, -1e-6)
+        )
+        assert weights[task] == pytest.approx((up - down) / 2e-6, rel=1e-4)
+
+
+def test_standard_error_is_that_of_weighted_paired_differences():
+    one = [np.array([1.0, 2.0, 4.0]), np.array([0.0, 1.0])]
+    other = [np.array([0.5, 1.0, 2.0]), np.array([0.5, 0.0])]
+    base = [np.zeros(3), np.zeros(2)]
+    objective = Objective("mean", base, [1.0, 2.0], [3.0, 1.0])
+    # The differences by hand, weighed three to one, the second over its gain of 2.
+    first = statistics.variance([0.75 * d for d in (0.5, 1.0, 2.0)]) / 3
+    second = statistics.variance([0.25 * d / 2 for d in (-0.5, 1.0)]) / 2
+    expected = math.sqrt(first + second)
+    assert objective.difference_se(one, other) == pytest.approx(expected)
+    # A floor above one of the two merges makes its task's noise count as it does.
+    floored = Objective("mean", base, [1.0, 2.0], [3.0, 1.0], [2.0, None])
+    first = statistics.variance([(0.75 + PENALTY) * d for d in (0.5, 1.0, 2.0)]) / 3
+    expected = math.sqrt(first + second)
+    assert floored.difference_se(one, other) == pytest.approx(expected)
+
+
+def test_step_is_bent_to_the_nearest_that_keeps_a_floor():
+    objective = Objective("mean", ZEROS, [2.0, 1.0], least=[0.8, None])
+    slopes = np.array([[[2.0, 0.0]], [[-9.0, 9.0]]])
+    step = np.array([[-0.5, 0.5]])
+    # Recovered gain rises by the first factor, and 0.1 above the floor may be lost.
+    bent = objective.bend_step(step, slopes, at(1.0, 0.0), NONE)
+    assert bent == pytest.approx(np.array([[-0.1, 0.5]]))
+    # Of which 0.04 is to be left.
+    bent = objective.bend_step(step, slopes, at(1.0, 0.0), np.array([0.04, 9.0]))
+    assert bent == pytest.approx(np.array([[-0.06, 0.5]]))
+    # Missed already: it must not get worse.
+    bent = objective.bend_step(step, slopes, at(0.5, 0.0), NONE)
+    assert bent == pytest.approx(np.array([[0.0, 0.5]]))
+    allowed = np.array([[-0.05, -0.5]])
+    assert (objective.bend_step(allowed, slopes, at(1.0, 0.0), NONE) == allowed).all()
+
+
+NUMBERS = st.lists(st.floats(-1, 1), min_size=6, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(NUMBERS, NUMBERS, NUMBERS, st.floats(0, 0.2), st.floats(-0.2, 0.2))
+def test_bent_step_keeps_two_floors_as_far_as_slopes_tell(one, other, step, a, b):
+    objective = Objective("mean", ZEROS, [1.0, 1.0], least=[1.0, 1.0])
+    # Steep enough to be met: slopes that hardly turn from each other need many sweeps.
+    slopes = np.array([one, other]).reshape(2, 3, 2)
+    slopes[0, 0, 0], slopes[1, 0, 0] = 2.0, 2.0
+    step = np.array(step).reshape(3, 2)
+    bent = objective.bend_step(step, slopes, at(1.0 + a, 1.0 + b), NONE)
+    for rise, room in zip(slopes, (a, max(0.0, b)), strict=True):
+        assert room + float((rise * bent).sum()) > -1e-3
