@@ -5,11 +5,12 @@ are extrapolated, from one block, one head call and one layer on this machine.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mergekit.common import ModelReference
@@ -17,9 +18,10 @@ from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
 
 from mergekit_himerging.analysis.data import TaskData
+from mergekit_himerging.analysis.differences import SIGNS, count_forwards, plan_turns
 from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
-from mergekit_himerging.analysis.measured import BUDGET
+from mergekit_himerging.analysis.measured import BUDGET, EXACT_MEASUREMENTS, TRIES
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS
@@ -89,9 +91,12 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     weights = PlannedWeights(
         plain, plain, device=device, reference=merge.settings["reference"]
     )
+    way = merge.settings["resolve"]
+    if way == "measured":
+        way = merge.settings["measure"]
     passes = [
         chunk
-        for jobs in _list_passes(tasks, merge.settings["resolve"])
+        for jobs in _list_passes(tasks, way)
         for chunk in split_jobs(jobs, replay, memory)
     ]
     n_layers = len(replay.blocks)
@@ -104,7 +109,9 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     outer = replay.pick_outer(weights.load_outer("base", ""))
     outer_bytes = _count_bytes(outer)
     per_cell, per_target = _time_calls(every_job[0], replay, variants.base, outer)
-    seconds = per_layer * n_layers * len(passes)
+    exact = _count_exact(tasks, replay, memory) if way == "exact" else _Exact()
+    seconds = per_layer * n_layers * (len(passes) + exact.n_reads)
+    seconds += exact.n_block_cells * per_cell + exact.n_targets * per_target
     for job, n_calls in zip(every_job, calls, strict=True):
         seconds += n_calls * job.batch.input_ids.numel() * per_cell
         seconds += job.n_streams(n_layers) * job.batch.n_targets * per_target
@@ -112,19 +119,18 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     # What lies outside the blocks is read twice for a front, or once and kept.
     n_fronts = [len({f for job in chunk for f in job.fronts}) for chunk in passes]
     n_kept = [min(n, memory // 4 // outer_bytes) for n in n_fronts]
-    outer_reads = 2 * sum(n_fronts) - sum(n_kept)
+    outer_reads = 2 * sum(n_fronts) - sum(n_kept) + exact.n_outer_reads
     # A wider scope: twice for the plain merge, and twice for the treated one.
     n_scope, n_outside = {"tensor": (0, 0), "layer": (4, 0), "model": (4, 4)}[
         merge.settings["scope"]
     ]
     in_layers, outside = _count_stored(plain)
-    n_reads = len(passes) + n_scope + 1
+    n_reads = len(passes) + math.ceil(exact.n_reads) + n_scope + 1
 
     width, item_size = replay.width, replay.dtype.itemsize
     hidden = [sum(j.n_bytes(n_layers, width, item_size) for j in c) for c in passes]
-    if (
-        merge.settings["resolve"] == "measured"
-    ):  # the way back needs every block's input
+    hidden.append(exact.hidden_bytes)
+    if way == "first_order":  # the way back needs every block's input
         choosing = [b for task in tasks for b in task.choosing.batches]
         cells = sum(batch.input_ids.numel() for batch in choosing)
         hidden.append((n_layers + 2) * cells * width * item_size)
@@ -132,9 +138,10 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     positions = max(
         max(1, job.n_streams(n_layers) // 2) * job.batch.n_targets for job in every_job
     )
+    positions = max(positions, exact.n_positions)
     logits = min(LOGITS_BYTES, positions * replay.vocabulary * 4)
     return Cost(
-        n_block_calls=sum(calls),
+        n_block_calls=sum(calls) + exact.n_block_calls,
         n_tokens=sum(task.tokenized.n_tokens for task in tasks),
         n_passes=n_reads,
         bytes_read=in_layers * n_reads + outside * (outer_reads + n_outside + 1),
@@ -226,11 +233,61 @@ def _count_stored(tensors: Sequence[PlannedTensor]) -> tuple[int, int]:
     return counts[True], counts[False]
 
 
-def _list_passes(tasks: list[TaskData], resolve: str) -> list[list[Job]]:
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """What exact measurements of slopes take; nothing where there are none.
+
+    Attributes:
+        n_block_calls: forwards of one batch through one block.
+        n_block_cells: the same times the cells of the batch.
+        n_targets: positions that are read, over all streams.
+        n_positions: the most of one batch at once.
+        n_reads: of all layers, since a turn begins at its first.
+        n_outer_reads: of what lies outside the layers.
+        hidden_bytes: of the largest turn.
+    """
+
+    n_block_calls: int = 0
+    n_block_cells: int = 0
+    n_targets: int = 0
+    n_positions: int = 0
+    n_reads: float = 0.0
+    n_outer_reads: int = 0
+    hidden_bytes: int = 0
+
+
+def _count_exact(tasks: Sequence[TaskData], replay: Replay, memory: int) -> _Exact:
+    """Count what the exact measurements of a choice take, without its steps."""
+    n_layers, n_models = len(replay.blocks), len(tasks)
+    batches = [batch for task in tasks for batch in task.choosing.batches]
+    cells = sum(batch.input_ids.numel() for batch in batches)
+    stream_bytes = cells * replay.width * replay.dtype.itemsize
+    turns = plan_turns(stream_bytes, memory, n_layers=n_layers, n_models=n_models)
+    per_layer = len(SIGNS) * n_models
+    n_calls = EXACT_MEASUREMENTS * count_forwards(n_layers, n_models) * n_layers
+    n_streams = EXACT_MEASUREMENTS * (1 + per_layer * n_layers)
+    n_layer_reads = sum(n_layers - turn.start for turn in turns)
+    return _Exact(
+        n_block_calls=n_calls * len(batches),
+        n_block_cells=n_calls * cells,
+        n_targets=n_streams * sum(batch.n_targets for batch in batches),
+        n_positions=per_layer
+        * len(turns[0])
+        * max(batch.n_targets for batch in batches),
+        n_reads=EXACT_MEASUREMENTS * n_layer_reads / n_layers,
+        n_outer_reads=EXACT_MEASUREMENTS,
+        hidden_bytes=(1 + per_layer * len(turns[0])) * stream_bytes,
+    )
+
+
+def _list_passes(
+    tasks: list[TaskData], way: Literal["rules", "first_order", "exact"]
+) -> list[list[Job]]:
     """List the jobs of each pass of one round, as the analysis makes them.
 
     Of treatments chosen by measurement, all that the budget allows: a pass there, one
-    back that costs the rest of `FORWARDS`, and one for the step.
+    back that costs the rest of `FORWARDS`, and one for the step; exact measurements
+    are counted apart.
     """
 
     def jobs(choosing: Depth, accepting: Depth | None) -> list[Job]:
@@ -243,8 +300,10 @@ def _list_passes(tasks: list[TaskData], resolve: str) -> list[list[Job]]:
         ]
 
     middle = [jobs("layers", None)]
-    if resolve == "measured":
-        once = jobs("merged", None)
+    once = jobs("merged", None)
+    if way == "exact":
+        middle = [once] * (EXACT_MEASUREMENTS * TRIES)
+    if way == "first_order":
         middle = [once, once * (FORWARDS - 1), once] * (BUDGET // (FORWARDS + 1))
     return [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
 

@@ -114,9 +114,20 @@ PARAMETERS: Mapping[str, Parameter] = {
         Parameter("calibration", str, "", per_model=True, whole_merge=True),
         _analysis("metric", "loss", choices=("loss", "accuracy"), per_model=True),
         _analysis("samples", 64, type=int, low=1, per_model=True),
+        _analysis("task_weight", 1.0, low=0, per_model=True),
+        _analysis(
+            "floor",
+            None,
+            type=float | None,
+            low=0,
+            high=1.5,
+            hint="it is a share of the expert's gain over the base",
+            per_model=True,
+        ),
         # The contribution analysis, shared.
         _analysis("preset", "", choices=("", "paper")),
         _analysis("resolve", "rules", choices=("rules", "measured")),
+        _analysis("measure", "first_order", choices=("first_order", "exact")),
         _analysis("objective", "mean", choices=("mean", "worst")),
         _analysis("mixed", "degraded", choices=("degraded", "interfering")),
         _analysis("layer_density", 0.5, low=0, high=1, hint=LAYER_HINT),
@@ -148,6 +159,9 @@ RULES_ONLY = (
     "reference",
 )
 """What only the paper's rules read, and `resolve: measured` does not."""
+
+MEASURED_ONLY = ("measure", "objective", "task_weight", "floor")
+"""What only `resolve: measured` reads."""
 
 FOREIGN = {
     "int8_mask": "it saves memory in MergeKit's own methods and is not needed here",

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from mergekit_himerging.parameters import (
     FOREIGN,
+    MEASURED_ONLY,
     METHOD_NAME,
     PAPER,
     PARAMETERS,
@@ -24,6 +25,9 @@ from mergekit_himerging.parameters import (
     add_place,
     check_value,
 )
+
+TASK_VALUES = ("metric", "samples", "task_weight", "floor")
+"""Parameters of a model's task, besides its data."""
 
 Level = Literal["recipe", "group", "model"]
 """Where ``parameters`` stand: at the top, in a slice or module, in a model."""
@@ -160,12 +164,16 @@ class TaskSettings:
         calibration: a file or a hub dataset.
         metric: ``loss`` or ``accuracy``.
         samples: how many rows are used at most.
+        task_weight: how much it counts in what is raised; 0 leaves it out.
+        floor: recovered gain that it is not to fall below; None without one.
     """
 
     model: str
     calibration: str
     metric: Literal["loss", "accuracy"]
     samples: int
+    task_weight: float = 1.0
+    floor: float | None = None
 
 
 def read_settings(config: Any) -> dict[str, Any]:
@@ -205,7 +213,7 @@ def read_tasks(config: Any) -> list[TaskSettings]:
                     PARAMETERS[name],
                     settings.get(name, shared.get(name, PARAMETERS[name].default)),
                 )
-                for name in ("calibration", "metric", "samples")
+                for name in ("calibration", *TASK_VALUES)
             }
             tasks[model] = TaskSettings(model, **values)  # type: ignore[arg-type]
     return [tasks[model] for model in sorted(tasks)]
@@ -220,7 +228,7 @@ def _check_analysis(config: Any) -> Iterator[str]:
         files |= (
             {str(settings["calibration"])} if settings.get("calibration") else set()
         )
-        for name in ("metric", "samples"):
+        for name in TASK_VALUES:
             if name in settings:
                 values.setdefault((name, model), set()).add(str(settings[name]))
     without = sorted(model for model, files in tasks.items() if not files)
@@ -247,6 +255,14 @@ def _check_analysis(config: Any) -> Iterator[str]:
         )
     if given.get("resolve") == "measured":
         yield from _check_measured(config, given)
+        yield from _check_aims(config, given)
+    else:
+        idle = sorted({n for mapping in mappings for n in mapping} & {*MEASURED_ONLY})
+        if idle and "plan" not in given and len(without) < len(tasks):
+            yield (
+                f"{idle} must come with 'resolve: measured', got 'resolve: rules', "
+                "which has no use for it; remove one of the two"
+            )
     if given.get("preset") == "paper":
         for level, where, _, mapping in _parameter_mappings(config):
             place = "" if level == "recipe" else f" ({where})"
@@ -273,6 +289,42 @@ def _check_measured(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
                     f"'resolve: measured' must keep {name} at {kept}, got "
                     f"{mapping[name]} ({where}); remove one of the two"
                 )
+
+
+def _check_aims(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Check that weights and floors of the tasks go together with the rest."""
+    weights: dict[str, float] = {}
+    floors: dict[str, float] = {}
+    for model, settings in _model_settings(config):
+        both = {**given, **settings}
+        weights[model] = float(both.get("task_weight", 1))
+        floor = both.get("floor")
+        if floor is not None:
+            floors[model] = float(floor)
+        idle = [n for n in ("weight", "density", "scale") if both.get(n) == 0]
+        if floors.get(model, 0) > 0 and idle:
+            yield (
+                f"floor of '{model}' must come with a delta that is merged, got "
+                f"{idle[0]} 0; remove one of the two"
+            )
+    if weights and not any(weights.values()):
+        yield (
+            "task_weight must be above 0 for one model, got 0 for all; raise that of "
+            "the tasks to aim at"
+        )
+    if given.get("objective") == "worst":
+        for model, weight in sorted(weights.items()):
+            if weight not in (0, 1):
+                yield (
+                    "task_weight must be 0 or 1 with 'objective: worst', which takes "
+                    f"the worst of all tasks but those of 0, got {weight:g} "
+                    f"('{model}'); remove one of the two"
+                )
+    if floors and given.get("compare") == "raw":
+        yield (
+            f"floor must come with 'compare: gain', got 'compare: raw' and a floor of "
+            f"{sorted(floors)}; it is a recovered gain, so remove one of the two"
+        )
 
 
 def _model_settings(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

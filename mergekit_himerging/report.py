@@ -20,6 +20,31 @@ def summarize(plan: Plan) -> str:
     return "\n".join(_lines(plan))
 
 
+def describe_aim(task: TaskReport) -> str:
+    """Say how a task counted, and whether its floor is kept; empty where as usual."""
+    parts = []
+    if task.task_weight == 0:
+        parts.append("not aimed at (task_weight 0)")
+    elif task.task_weight != 1:
+        parts.append(f"task_weight {task.task_weight:g}")
+    if task.floor is not None:
+        kept = {True: "kept", False: "NOT KEPT", None: "unknown, for want of a gain,"}
+        parts.append(f"floor {task.floor:g}")
+        for role, scores in (("choosing", task), ("judging", task.accepted_on)):
+            held = f"{kept[scores.floor_kept]} on the" if scores.n_samples else "no"
+            parts.append(f"{held} {role} samples")
+    return ", ".join(parts)
+
+
+def describe_way(plan: Plan) -> str:
+    """Say how slopes were measured; empty where none were."""
+    if not any(task.slopes for task in plan.tasks):
+        return ""
+    if plan.settings.get("measure") == "exact":
+        return "slopes measured by every factor up and down (exact)"
+    return "slopes measured by a pass back (first_order)"
+
+
 def _lines(plan: Plan) -> Iterator[str]:
     short = {task.model: f"task {number}" for number, task in enumerate(plan.tasks, 1)}
     for task in plan.tasks:
@@ -45,14 +70,21 @@ def _lines(plan: Plan) -> Iterator[str]:
         if is_measured or layer in actions:
             cells = "".join(_cell(task, layer) for task in plan.tasks if task.layers)
             yield f"{layer:5}{cells} | {done}"
+    if describe_way(plan):
+        yield describe_way(plan)
     for number, step in enumerate(plan.steps, 1):
+        lacking = f"floors lack {step.shortfall:.4f}, " if step.shortfall else ""
         yield (
-            f"step {number}: objective {step.objective:.4f}, "
+            f"step {number}: objective {step.objective:.4f}, {lacking}"
             f"{step.improvement:+.4f} ± {step.improvement_se:.4f}, "
-            f"{'taken' if step.taken else 'not taken'} ({step.forwards} forward passes)"
+            f"{'taken' if step.taken else 'not taken'}"
+            f"{', breaks a floor' if step.breaks_floor else ''} "
+            f"({step.forwards} forward passes)"
         )
     for task in plan.tasks:
         yield _whole(short[task.model], task)
+        if describe_aim(task):
+            yield f"{short[task.model]}: {describe_aim(task)}"
     if plan.guard is not None:
         yield f"guard: {plan.guard.reason}"
 

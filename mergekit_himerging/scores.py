@@ -59,10 +59,14 @@ class StepReport(Record):
 
     Attributes:
         objective: of the proposed merge, on the choosing samples.
-        improvement, improvement_se: over the merge before, and its standard error.
+        improvement, improvement_se: over the merge before, less a hundred times what
+            is lacking of floors in both, and its standard error.
         radius: largest change of a factor.
-        taken: whether it improved by more than the error.
+        taken: whether it improved by more than the error and breaks no floor.
         forwards: forward passes over the choosing samples so far.
+        shortfall: what the proposed merge lacks of floors, in recovered gain, summed.
+        breaks_floor: whether it misses a floor that was kept, or one by more than
+            before.
     """
 
     objective: FiniteFloat
@@ -71,6 +75,8 @@ class StepReport(Record):
     radius: FiniteFloat
     taken: bool
     forwards: int
+    shortfall: FiniteFloat = 0.0
+    breaks_floor: bool = False
 
 
 class WholeScores(Record):
@@ -82,6 +88,8 @@ class WholeScores(Record):
             own model, the plain merge and the merge under the plan.
         recovered_merged, recovered_treated: share of the single model's gain over the
             base that the merge has; None where there is no gain.
+        floor_kept: whether the merge by the plan keeps the task's floor; None without
+            one, and where there is no gain.
     """
 
     n_samples: int
@@ -91,6 +99,7 @@ class WholeScores(Record):
     score_treated: FiniteFloat | None = None
     recovered_merged: FiniteFloat | None = None
     recovered_treated: FiniteFloat | None = None
+    floor_kept: bool | None = None
 
 
 class TaskReport(WholeScores):
@@ -106,6 +115,8 @@ class TaskReport(WholeScores):
         accepted_on: the same scores on the samples that did not choose.
         layers: every layer's; none where treatments are chosen by measurement.
         slopes: every (layer, model)'s, where they are.
+        task_weight: how much the task counts in what is raised; 0 is not at all.
+        floor: recovered gain that it was not to fall below; None without one.
     """
 
     model: str
@@ -119,6 +130,8 @@ class TaskReport(WholeScores):
     accepted_on: WholeScores = WholeScores(n_samples=0)
     layers: tuple[LayerScores, ...] = ()
     slopes: tuple[Slope, ...] = ()
+    task_weight: FiniteFloat = 1.0
+    floor: FiniteFloat | None = None
 
 
 class GuardReport(Record):

@@ -134,7 +134,8 @@ def search_merge(
         progress: told of block forwards done.
 
     Raises:
-        RecipeError: the recipe has no calibration data, or a wider ``scope``.
+        RecipeError: the recipe has no calibration data, a wider ``scope``, or weights
+            and floors of tasks.
         ValueError: data or models cannot be used.
     """
     if not merge.tasks:
@@ -147,6 +148,13 @@ def search_merge(
             f"a search must rank inside tensors, got scope: {merge.settings['scope']}; "
             "remove 'scope' for the search"
         )
+    for task in merge.tasks:
+        if task.task_weight != 1 or task.floor is not None:
+            raise RecipeError(
+                "a search must count all tasks the same, got task_weight "
+                f"{task.task_weight:g} and floor {task.floor} for '{task.model}'; "
+                "remove both for the search"
+            )
     device = pick_device(merge.options)
     tasks = read_data(merge, device, accept_share=0.0)
     replay = make_replay(merge, device)

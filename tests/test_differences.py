@@ -10,13 +10,17 @@ from test_analysis import make_tokenizer as make_letters
 from test_measured import plan_of
 
 from mergekit_himerging.analysis.differences import (
+    STEP,
     count_forwards,
     measure_differences,
     plan_turns,
 )
-from mergekit_himerging.analysis.session import make_replay, read_data
+from mergekit_himerging.analysis.measured import FIRST_RADIUS, TRIES, pick_way
+from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
 from mergekit_himerging.analysis.slopes import measure_slopes
-from mergekit_himerging.plan import Plan, Treatment
+from mergekit_himerging.estimate import estimate_cost
+from mergekit_himerging.plan import Plan, Treatment, read_plan
+from mergekit_himerging.report import summarize
 
 CPU = torch.device("cpu")
 
@@ -190,3 +194,67 @@ def test_turns_hold_as_many_layers_as_fit(memory, turns):
     # Streams of 10 bytes: one of the merge, four of each layer.
     found = plan_turns(10, memory, n_layers=5, n_models=2)
     assert [list(turn) for turn in found] == turns
+
+
+def test_two_measurements_and_their_steps_fit_the_budget():
+    way = pick_way("exact", n_layers=30, n_models=2)
+    assert way.measure is measure_differences
+    assert way.forwards == 63
+    # The radius is halved until it falls below 0.05; once a step is taken, it grows.
+    assert len([r for r in (0.5, 0.25, 0.125, 0.0625, 0.03) if r >= 0.05]) == TRIES
+    assert FIRST_RADIUS == 0.5
+    assert way.budget >= 63 + 4 + 63 + 4
+    assert 0 < STEP <= FIRST_RADIUS
+
+
+def test_exact_way_is_merged_shown_and_within_its_budget(school, merge, tmp_path):
+    recipe = make_analysis(
+        school,
+        tmp_path,
+        "a",
+        "b",
+        of_model={"weight": 0.3},
+        resolve="measured",
+        measure="exact",
+        accept_share=0,
+        guard="report",
+    )
+    merged = merge(recipe)
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.settings["measure"] == "exact"
+    assert plan.steps[0].taken
+    assert plan.steps[0].forwards == 9 + 1
+    assert plan.steps[-1].forwards <= 2 * (9 + 4)
+    assert "slopes measured by every factor up and down (exact)" in summarize(plan)
+    bench = Bench.of(school, "a", "b", weight=0.3)
+    names = {str(school / name): name for name in "ab"}
+    for task in plan.tasks:
+        score = float(bench.score(merged, names[task.model]).mean())
+        assert task.score_treated == pytest.approx(score, abs=1e-5)
+        assert task.recovered_treated > task.recovered_merged
+
+
+def test_another_way_is_measured_anew(school, tmp_path):
+    recipe = make_analysis(school, tmp_path, "a", "b", resolve="measured")
+    del recipe["parameters"]["plan_out"]
+    first = make_plan(plan_of(recipe))
+    recipe["parameters"]["measure"] = "exact"
+    assert make_plan(plan_of(recipe)).steps[0].forwards == 10
+    assert first.steps[0].forwards == 5
+
+
+def test_estimate_counts_the_forwards_of_exact_measurements(school, tmp_path):
+    recipe = make_analysis(
+        school, tmp_path, "a", "b", resolve="measured", measure="exact"
+    )
+    merge = plan_of(recipe)
+    tasks = read_data(merge, CPU, accept_share=0.5)
+    choosing = sum(len(task.choosing.batches) for task in tasks)
+    accepting = sum(len(task.accepting.batches) for task in tasks)
+    cost = estimate_cost(merge)
+    whole_models = 3 + 1  # base, single and merge, then the treated merge
+    budget = 2 * (9 + 4)
+    expected = budget * choosing + whole_models * (choosing + accepting)
+    assert cost.n_block_calls == 3 * expected
+    # Whole models, two measurements, eight steps, the treated merge, the merge itself.
+    assert cost.n_passes == 1 + 2 + 8 + 1 + 1

@@ -199,7 +199,13 @@ def climb(hill):
     objective = Objective("mean", [np.zeros(3)], [1.0])
     n_layers, n_models = hill.peak.shape
     return choose_factors(
-        objective, hill.measure, hill.score, n_layers=n_layers, n_models=n_models
+        objective,
+        hill.measure,
+        hill.score,
+        n_layers=n_layers,
+        n_models=n_models,
+        forwards=FORWARDS,
+        budget=BUDGET,
     )
 
 

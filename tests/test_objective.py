@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mergekit_himerging.analysis.measured import BUDGET, choose_factors
 from mergekit_himerging.analysis.objective import PENALTY, Objective
+from mergekit_himerging.analysis.slopes import FORWARDS, Slopes
 
 ZEROS = [np.zeros(2), np.zeros(2)]
 
@@ -120,3 +122,88 @@ def test_bent_step_keeps_two_floors_as_far_as_slopes_tell(one, other, step, a, b
     bent = objective.bend_step(step, slopes, at(1.0 + a, 1.0 + b), NONE)
     for rise, room in zip(slopes, (a, max(0.0, b)), strict=True):
         assert room + float((rise * bent).sum()) > -1e-3
+
+
+class Slope:
+    """Two tasks over two factors: the first wants the first factor up, the second
+    wants it down and the second factor up."""
+
+    peaks = (np.array([[1.8, 1.0]]), np.array([[0.8, 1.3]]))
+
+    def means(self, factors):
+        return [1.0 - float(((factors - peak) ** 2).sum()) for peak in self.peaks]
+
+    def score(self, factors):
+        return [np.array([mean, mean]) for mean in self.means(factors)]
+
+    def measure(self, factors):
+        slopes = np.array([-2 * (factors - peak) for peak in self.peaks])
+        return Slopes(self.score(factors), slopes)
+
+
+def climb(objective):
+    slope = Slope()
+    return choose_factors(
+        objective,
+        slope.measure,
+        slope.score,
+        n_layers=1,
+        n_models=2,
+        forwards=FORWARDS,
+        budget=BUDGET,
+    )
+
+
+def best_on_a_grid(least):
+    """The best weighted mean over all factors that keep the second task's floor."""
+    found = []
+    for first in np.arange(0, 2.001, 0.01):
+        for second in np.arange(0, 2.001, 0.01):
+            one, two = Slope().means(np.array([[first, second]]))
+            if two >= least:
+                found.append(0.75 * one + 0.25 * two)
+    return max(found)
+
+
+def test_climb_keeps_a_floor_that_held_and_comes_close_to_the_best():
+    free = climb(Objective("mean", ZEROS, [1.0, 1.0], [3.0, 1.0]))
+    assert Slope().means(free.factors)[1] < 0.8
+    least = 0.85  # the plain merge has 0.87
+    choice = climb(Objective("mean", ZEROS, [1.0, 1.0], [3.0, 1.0], [None, least]))
+    one, two = Slope().means(choice.factors)
+    assert two >= least
+    start = np.dot([0.75, 0.25], Slope().means(np.ones((1, 2))))
+    best = best_on_a_grid(least)
+    assert 0.75 * one + 0.25 * two > start + 0.8 * (best - start)
+    assert all(step.shortfall == 0 for step in choice.steps if step.taken)
+
+
+def test_climb_mends_a_missed_floor_at_the_cost_of_the_objective():
+    objective = Objective("mean", ZEROS, [1.0, 1.0], [3.0, 1.0], [None, 0.97])
+    choice = climb(objective)
+    assert Slope().means(choice.factors)[1] >= 0.97
+    first = choice.steps[0]
+    assert first.taken
+    assert first.objective < objective.value(Slope().score(np.ones((1, 2))))
+    assert choice.steps[-1].shortfall == 0
+
+
+def test_step_past_a_floor_is_not_taken_however_much_it_wins():
+    class Cliff(Slope):
+        def means(self, factors):
+            one, two = super().means(factors)
+            return [one, two if (factors == 1).all() else 0.0]  # slopes do not tell
+
+    cliff = Cliff()
+    choice = choose_factors(
+        Objective("mean", ZEROS, [1.0, 1.0], [300.0, 1.0], [None, 0.5]),
+        cliff.measure,
+        cliff.score,
+        n_layers=1,
+        n_models=2,
+        forwards=FORWARDS,
+        budget=BUDGET,
+    )
+    assert (choice.factors == 1).all()
+    assert choice.steps
+    assert all(step.breaks_floor and not step.taken for step in choice.steps)

@@ -616,7 +616,7 @@ def test_preset_sets_the_papers_reading():
         **{"layer_density": 0.5, "layer_scale": 0.5, "max_layers": None},
         **{"confidence": 0.0, "rounds": 1, "reference": "full", "compare": "raw"},
         **{"guard": "report", "accept_share": 0.5, "seed": 3, "hide_paths": False},
-        **{"resolve": "rules", "objective": "mean"},
+        **{"resolve": "rules", "objective": "mean", "measure": "first_order"},
         "analysis_memory": "4GB",
     }
 

@@ -30,6 +30,7 @@ from mergekit_himerging.analysis.run import (
     treat_decisions,
 )
 from mergekit_himerging.plan import Treatment, read_plan
+from mergekit_himerging.recipe import TaskSettings
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,9 @@ WHOLES = {
 }
 
 
+AIMS = {model: TaskSettings(model, "data.jsonl", "loss", 2) for model in "ab"}
+
+
 def judge(wholes, treated, settings):
     """Judge with the gains of the same samples, as if they had chosen too."""
     gains = {
@@ -74,7 +78,7 @@ def judge(wholes, treated, settings):
     }
     if settings.rules.compare == "raw":
         gains = dict.fromkeys(gains, 1.0)
-    return _judge(wholes, treated, gains, settings)
+    return _judge(wholes, treated, gains, settings, AIMS)
 
 
 def test_guard_weighs_tasks_by_their_gains():
@@ -136,7 +140,7 @@ def test_guard_divides_by_the_gains_of_the_samples_that_chose():
     """On the few other samples a gain may vanish, and a share of it means nothing."""
     wholes = {**WHOLES, "b": whole([0.5], [0.25], [0.25])}
     treated = {"a": np.array([-2.0, -1.0]), "b": np.array([0.0])}
-    report = _judge(wholes, treated, {"a": 4.0, "b": 0.5}, make_settings())
+    report = _judge(wholes, treated, {"a": 4.0, "b": 0.5}, make_settings(), AIMS)
     assert report.difference == pytest.approx((0.5 / 4.0 - 0.25 / 0.5) / 2)
     assert report.unit == "gain"
 

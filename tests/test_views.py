@@ -264,6 +264,7 @@ def test_json_holds_the_plan_and_what_follows_from_it():
             EN: {"keep": 2, "shrink": 1, "drop": 0, "set": 0},
             ZH: {"keep": 2, "shrink": 0, "drop": 1, "set": 0},
         },
+        "floor_kept": {},
         "recovered_gain": {
             name: {"choosing": shares, "judging": shares} for name in (EN, ZH)
         },

@@ -1,28 +1,92 @@
 """Treatments chosen by measurement: steps up the slopes, each proved before taken.
 
 Invariant: a step is taken only where the merge that it leads to, scored exactly, is
-better on the choosing samples by more than its standard error; layers without a slope
-stay where they are.
+better on the choosing samples by more than its standard error and misses no floor that
+was kept; layers without a slope stay where they are.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
+import torch
 
 from mergekit_himerging.analysis.contribution import FloatArray
+from mergekit_himerging.analysis.data import TaskData
+from mergekit_himerging.analysis.differences import (
+    count_forwards,
+    measure_differences,
+)
+from mergekit_himerging.analysis.graph import Cuts
 from mergekit_himerging.analysis.objective import Objective
-from mergekit_himerging.analysis.slopes import FORWARDS, Slopes
+from mergekit_himerging.analysis.replay import Replay
+from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
+from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.scores import StepReport
+from mergekit_himerging.tasks import PlannedTensor
 
 BUDGET = 25
-"""Forward passes over the choosing samples that a choice may take."""
+"""Forward passes over the choosing samples that a choice by gradients may take."""
+
+EXACT_MEASUREMENTS, TRIES = 2, 4
+"""Exact measurements that a choice may take, and the steps that one may lead to: from
+the first radius to the least."""
 
 MAX_FACTOR = 2.0
 """Largest factor on a delta; the least is 0, which drops it."""
 
 FIRST_RADIUS, LEAST_RADIUS = 0.5, 0.05
 """Largest change of a factor in the first step, and where it ends."""
+
+
+Measure = Literal["first_order", "exact"]
+"""How slopes are measured: one pass back, or every factor up and down."""
+
+
+class MeasureSlopes(Protocol):
+    """What every way of measuring takes and returns, see ``measure_slopes``."""
+
+    def __call__(
+        self,
+        plain: Sequence[PlannedTensor],
+        merged: Sequence[PlannedTensor],
+        tasks: Sequence[TaskData],
+        replay: Replay,
+        *,
+        device: torch.device,
+        memory: int,
+        cuts: Cuts,
+        progress: Progress,
+    ) -> Slopes:
+        """Measure scores and slopes at a merge, on the choosing samples."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to measure, and what it costs.
+
+    Attributes:
+        measure: measures the slopes at a merge.
+        forwards: forward passes over the choosing samples that one measurement counts
+            as: block forwards over layers, and twice that for a pass back.
+        budget: forward passes that a whole choice may take; two measurements and their
+            steps at least.
+    """
+
+    measure: MeasureSlopes
+    forwards: int
+    budget: int
+
+
+def pick_way(measure: Measure, *, n_layers: int, n_models: int) -> Way:
+    """Pick a way to measure a merge of so many layers and models."""
+    if measure == "first_order":
+        return Way(measure_slopes, FORWARDS, BUDGET)
+    forwards = count_forwards(n_layers, n_models)
+    budget = EXACT_MEASUREMENTS * (forwards + TRIES)
+    return Way(measure_differences, forwards, budget)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,44 +113,50 @@ def choose_factors(
     *,
     n_layers: int,
     n_models: int,
+    forwards: int,
+    budget: int,
 ) -> Choice:
     """Climb from the plain merge.
 
-    The direction is the objective's slope, as long as the radius in its largest entry.
-    A step that does not improve the objective by more than its standard error is not
-    taken, and the radius is halved; one that does lets it grow.
+    The direction is the slope of the objective, less what missed floors cost, as long
+    as the radius in its largest entry. It is bent where it would lead past a floor, by
+    the slopes and by what earlier steps fell short of them. A step that does not
+    improve the objective by more than its standard error, or leads past a floor after
+    all, is not taken, and the radius is halved; one that is taken lets it grow.
 
     Args:
         objective: what is raised.
-        measure: factors ``[layers, models]`` -> scores and slopes there; counted as
-            ``FORWARDS`` forward passes.
-        score: factors -> scores; counted as one.
+        measure: factors ``[layers, models]`` -> scores and slopes there.
+        score: factors -> scores; counted as one forward pass.
         n_layers, n_models: of the merge.
+        forwards: forward passes that ``measure`` counts as.
+        budget: forward passes to be taken at most.
 
     Returns:
-        The best factors found, within ``BUDGET`` forward passes.
+        The best factors found.
     """
     factors = np.ones((n_layers, n_models))
     here = first = measure(factors)
     scores = list(here.scores)
-    cost, radius, steps = FORWARDS, FIRST_RADIUS, []
-    while cost < BUDGET and radius >= LEAST_RADIUS:
-        weights = objective.weigh_tasks(scores)
-        direction = np.tensordot(weights, here.slopes, axes=1)
-        blocked = ((factors <= 0) & (direction < 0)) | (
-            (factors >= MAX_FACTOR) & (direction > 0)
-        )
-        direction = np.where(blocked, 0.0, direction)
-        if not np.abs(direction).max() > 0:
-            break
-        proposed = factors + radius * direction / np.abs(direction).max()
+    cost, radius, steps = forwards, FIRST_RADIUS, []
+    # By task: how much less was recovered than slopes foresaw, over the square of the
+    # radius, as it grows where slopes change along the step.
+    bend = np.zeros(len(scores))
+    while cost < budget and radius >= LEAST_RADIUS:
+        reserve = bend * radius**2
+        step = _find_step(objective, factors, scores, here.slopes, radius, reserve)
         # As they will stand in the plan.
-        proposed = np.clip(proposed, 0.0, MAX_FACTOR).round(4)
+        proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
+        if (proposed == factors).all():
+            break
         found = score(proposed)
         cost += 1
-        better = objective.value(found) - objective.value(scores)
+        better = objective.merit(found) - objective.merit(scores)
         error = objective.difference_se(found, scores)
-        is_taken = better > error
+        foreseen = objective.foresee(scores, here.slopes, proposed - factors)
+        bend = np.maximum(bend, (foreseen - objective.means(found)) / radius**2)
+        breaks_floor = objective.breaks_floor(found, scores)
+        is_taken = better > error and not breaks_floor
         steps.append(
             StepReport(
                 objective=objective.value(found),
@@ -95,6 +165,8 @@ def choose_factors(
                 radius=radius,
                 taken=is_taken,
                 forwards=cost,
+                shortfall=float(objective.shortfalls(found).sum()),
+                breaks_floor=breaks_floor,
             )
         )
         if not is_taken:
@@ -102,8 +174,32 @@ def choose_factors(
             continue
         factors, scores = proposed, found
         radius = min(1.0, 1.5 * radius)
-        if cost + FORWARDS >= BUDGET:
+        if cost + forwards >= budget:
             break
         here = measure(factors)
-        cost += FORWARDS
+        cost += forwards
     return Choice(factors, first.slopes, scores, tuple(steps))
+
+
+def _find_step(
+    objective: Objective,
+    factors: FloatArray,
+    scores: Sequence[FloatArray],
+    slopes: FloatArray,
+    radius: float,
+    reserve: FloatArray,
+) -> FloatArray:
+    """Find a step up the slopes, ``[layers, models]``, no entry beyond the radius."""
+    weights = objective.weigh_tasks(scores) + objective.weigh_floors(scores)
+    direction = np.tensordot(weights, slopes, axes=1)
+    blocked = ((factors <= 0) & (direction < 0)) | (
+        (factors >= MAX_FACTOR) & (direction > 0)
+    )
+    direction = np.where(blocked, 0.0, direction)
+    if not np.abs(direction).max() > 0:
+        return np.zeros_like(direction)
+    step = radius * direction / np.abs(direction).max()
+    free = np.where(blocked, 0.0, slopes)
+    step = objective.bend_step(step, free, scores, reserve)
+    bent: FloatArray = step * min(1.0, radius / max(np.abs(step).max(), radius))
+    return bent

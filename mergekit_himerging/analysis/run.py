@@ -25,14 +25,14 @@ from mergekit_himerging.analysis.contribution import (
 from mergekit_himerging.analysis.data import Probes, TaskData
 from mergekit_himerging.analysis.graph import Cuts, PlannedWeights, Reference
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
-from mergekit_himerging.analysis.measured import choose_factors
+from mergekit_himerging.analysis.measured import Measure, choose_factors, pick_way
 from mergekit_himerging.analysis.objective import Kind, Objective
 from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
-from mergekit_himerging.analysis.slopes import measure_slopes
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.plan import Plan, Treatment
+from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import (
     GuardReport,
     LayerScores,
@@ -56,7 +56,8 @@ class AnalysisSettings:
         rounds: how often the merge is analysed and treated, at most.
         reference: what the single models are.
         resolve: how treatments are chosen.
-        objective: what is raised where they are measured.
+        measure: how slopes are measured where they are.
+        objective: what is raised then.
         guard: whether the plain merge may be put back.
         memory: bytes that hidden states may take.
     """
@@ -67,6 +68,7 @@ class AnalysisSettings:
     guard: Literal["keep_better", "report"]
     memory: int
     resolve: Literal["rules", "measured"] = "rules"
+    measure: Measure = "first_order"
     objective: Kind = "mean"
 
 
@@ -122,8 +124,9 @@ def analyse_merge(
         ValueError: the models cannot be analysed, or their tasks not be compared.
     """
     choosing, accepting = _measure_wholes(tasks, settings, engine)
+    aims = {task.settings.model: task.settings for task in tasks}
     if settings.rules.compare == "gain":
-        _check_gains(choosing)
+        _check_gains(choosing, aims, settings)
     if settings.resolve == "measured":
         outcome = _resolve_by_measurement(skeleton, tasks, choosing, settings, engine)
     else:
@@ -132,7 +135,7 @@ def analyse_merge(
         )
     treatments = outcome.treatments
     after = {model: scores[1] for model, scores in outcome.treated.items()}
-    guard = _judge(accepting, after, _gains(choosing, settings), settings)
+    guard = _judge(accepting, after, _gains(choosing, settings), settings, aims)
     if guard.acted:
         treatments = _put_back(treatments)
     return skeleton.model_copy(
@@ -141,7 +144,7 @@ def analyse_merge(
             "order": outcome.order,
             "steps": outcome.steps,
             "tasks": tuple(
-                _report(task, details, choosing, accepting, outcome.treated)
+                _report(task, details, choosing, accepting, outcome.treated, guard)
                 for task, details in zip(tasks, outcome.details, strict=True)
             ),
             "guard": guard,
@@ -221,16 +224,9 @@ def _resolve_by_measurement(
 ) -> _Outcome:
     """Climb the slopes of the tasks' scores by the factors of every (layer, model)."""
     models = [task.settings.model for task in tasks]
-    gains = _gains(choosing, settings)
-    is_raw = settings.rules.compare == "raw"
-    objective = Objective(
-        settings.objective,
-        [
-            np.zeros_like(choosing[m].base) if is_raw else choosing[m].base
-            for m in models
-        ],
-        [gains[m] for m in models],
-    )
+    aims = {task.settings.model: task.settings for task in tasks}
+    objective = _make_objective(choosing, _gains(choosing, settings), settings, aims)
+    way = pick_way(settings.measure, n_layers=skeleton.n_layers, n_models=len(models))
     plain = engine.resolve(None)
     shared: dict[str, Any] = {
         "device": engine.device,
@@ -245,15 +241,17 @@ def _resolve_by_measurement(
 
     choice = choose_factors(
         objective,
-        lambda f: measure_slopes(plain, resolve(f), tasks, engine.replay, **shared),
+        lambda f: way.measure(plain, resolve(f), tasks, engine.replay, **shared),
         lambda f: score_merges([resolve(f)], tasks, engine.replay, **shared)[0],
         n_layers=skeleton.n_layers,
         n_models=len(models),
+        forwards=way.forwards,
+        budget=way.budget,
     )
     weights = objective.weigh_tasks([choosing[m].merged for m in models])
     slopes = np.tensordot(weights, choice.slopes, axes=1)  # [layers, models]
     n_taken = sum(step.taken for step in choice.steps)
-    unit = "in score" if is_raw else "of the gain"
+    unit = "in score" if settings.rules.compare == "raw" else "of the gain"
     treatments = tuple(
         treatment.model_copy(
             update={
@@ -346,14 +344,29 @@ def _measure_layers(
     ]
 
 
-def _check_gains(choosing: Mapping[str, _Whole]) -> None:
+def _check_gains(
+    choosing: Mapping[str, _Whole],
+    aims: Mapping[str, TaskSettings],
+    settings: AnalysisSettings,
+) -> None:
+    remedy = "set compare: raw"
+    if settings.resolve == "measured":
+        remedy = "exclude its task with task_weight: 0"
     for model, whole in sorted(choosing.items()):
         gain = float(np.mean(whole.single - whole.base))
-        if gain <= 0:
+        if gain > 0:
+            continue
+        if aims[model].task_weight > 0:
             raise ValueError(
                 f"model '{model}' must beat the base on its own calibration data to "
-                f"compare gains, got gain {gain:.3g}; mend its calibration data or set "
-                "compare: raw"
+                f"compare gains, got gain {gain:.3g}; mend its calibration data or "
+                + remedy
+            )
+        if aims[model].floor is not None:
+            raise ValueError(
+                f"model '{model}' must beat the base on its own calibration data to "
+                f"have a floor, got gain {gain:.3g} and floor "
+                f"{aims[model].floor:g}; mend its calibration data or remove the floor"
             )
 
 
@@ -467,9 +480,41 @@ def _put_back(treatments: Sequence[Treatment]) -> tuple[Treatment, ...]:
 
 
 def _gains(whole: Mapping[str, _Whole], settings: AnalysisSettings) -> dict[str, float]:
-    """Return what a task's scores are divided by: its gain, or 1 where raw."""
+    """Return what a task's scores are divided by: its gain, or 1 where raw.
+
+    A task without a gain is one that does not count, so any number serves.
+    """
     gains = {m: float(np.mean(w.single - w.base)) for m, w in whole.items()}
-    return gains if settings.rules.compare == "gain" else dict.fromkeys(gains, 1.0)
+    is_raw = settings.rules.compare == "raw"
+    return {m: 1.0 if is_raw or gain <= 0 else gain for m, gain in gains.items()}
+
+
+def _make_objective(
+    wholes: Mapping[str, _Whole],
+    gains: Mapping[str, float],
+    settings: AnalysisSettings,
+    aims: Mapping[str, TaskSettings],
+) -> Objective:
+    """Make what merges are compared by, on one set of samples; tasks as in ``wholes``.
+
+    A floor is a score on these very samples, whatever the gains are taken from.
+    """
+    is_raw = settings.rules.compare == "raw"
+    return Objective(
+        settings.objective,
+        [np.zeros_like(w.base) if is_raw else w.base for w in wholes.values()],
+        [gains[model] for model in wholes],
+        [aims[model].task_weight for model in wholes],
+        [_find_least(whole, aims[model].floor) for model, whole in wholes.items()],
+    )
+
+
+def _find_least(whole: _Whole, floor: float | None) -> float | None:
+    """Find the mean score that a floor stands for; None without a gain to share."""
+    gain = float(np.mean(whole.single - whole.base)) if len(whole.base) else 0.0
+    if floor is None or gain <= 0:
+        return None
+    return float(np.mean(whole.base)) + floor * gain
 
 
 def _mean_score(
@@ -486,11 +531,13 @@ def _judge(
     treated: Mapping[str, FloatArray],
     gains: Mapping[str, float],
     settings: AnalysisSettings,
+    aims: Mapping[str, TaskSettings],
 ) -> GuardReport:
     """Compare the treated merge with the plain one on samples that did not choose.
 
-    Differences are in shares of the gains on the choosing samples, which are known to
-    be positive; those on fewer samples may not be.
+    By the objective that chose: floors first, then weighted tasks. Differences are in
+    shares of the gains on the choosing samples, which are known to be positive; those
+    on fewer samples may not be.
     """
     if any(len(whole.merged) == 0 for whole in accepting.values()):
         return GuardReport(
@@ -500,33 +547,33 @@ def _judge(
             difference=None,
             reason="no samples were left to judge on: raise samples or accept_share",
         )
-    differences = [
-        float(np.mean(treated[model] - whole.merged)) / gains[model]
-        for model, whole in sorted(accepting.items())
-    ]
-    difference = float(np.mean(differences))
+    objective = _make_objective(accepting, gains, settings, aims)
+    plain = [whole.merged for whole in accepting.values()]
+    after = [treated[model] for model in accepting]
+    difference = objective.value(after) - objective.value(plain)
+    missed = objective.shortfalls(after) - objective.shortfalls(plain)
+    is_worse = objective.merit(after) < objective.merit(plain)
+    acted = is_worse and settings.guard == "keep_better"
     unit = "of the gain" if settings.rules.compare == "gain" else "in score"
-    acted = difference < 0 and settings.guard == "keep_better"
+    outcome = "plain merge is put back" if acted else "treated merge is kept"
+    facts = [
+        f"misses the floor of '{model}' by {abs(more):.3g} "
+        f"{'more' if more > 0 else 'less'} than the plain one"
+        for model, more in zip(accepting, missed, strict=True)
+        if more
+    ]
+    if difference == 0:
+        facts.append("is as good as the plain one")
+    else:
+        better = "better" if difference > 0 else "worse"
+        facts.append(f"is {better} by {abs(difference):.3g} {unit}")
     return GuardReport(
         setting=settings.guard,
         acted=acted,
         unit=settings.rules.compare,
         difference=difference,
-        reason=_describe_judgement(difference, unit, acted),
-    )
-
-
-def _describe_judgement(difference: float, unit: str, acted: bool) -> str:
-    if difference == 0:
-        return (
-            "the treated merge is as good as the plain one on samples that did not "
-            "choose, so it is kept"
-        )
-    better = "better" if difference > 0 else "worse"
-    outcome = "plain merge is put back" if acted else "treated merge is kept"
-    return (
-        f"the treated merge is {better} by {abs(difference):.3g} {unit} on samples "
-        f"that did not choose, so the {outcome}"
+        reason=f"the treated merge {' and '.join(facts)} on samples that did not "
+        f"choose, so the {outcome}",
     )
 
 
@@ -550,9 +597,13 @@ def _report(
     choosing: Mapping[str, _Whole],
     accepting: Mapping[str, _Whole],
     treated: Mapping[str, tuple[FloatArray, FloatArray]],
+    guard: GuardReport,
 ) -> TaskReport:
     model = task.settings.model
-    chosen = _summarize(choosing[model], treated[model][0])
+    chosen, judged = (
+        _summarize(whole[model], after, task.settings.floor, is_plain=guard.acted)
+        for whole, after in zip((choosing, accepting), treated[model], strict=True)
+    )
     return TaskReport(
         **chosen.model_dump(),
         model=model,
@@ -563,16 +614,26 @@ def _report(
         n_tokens=task.tokenized.n_tokens,
         n_targets=task.tokenized.n_targets,
         n_truncated=task.tokenized.n_truncated,
-        accepted_on=_summarize(accepting[model], treated[model][1]),
+        accepted_on=judged,
+        task_weight=task.settings.task_weight,
+        floor=task.settings.floor,
         **details,
     )
 
 
-def _summarize(whole: _Whole, treated: FloatArray) -> WholeScores:
+def _summarize(
+    whole: _Whole,
+    treated: FloatArray,
+    floor: float | None = None,
+    *,
+    is_plain: bool = False,
+) -> WholeScores:
+    """Describe whole models on one set of samples; the plain merge may be the last."""
     if len(treated) == 0:
         return WholeScores(n_samples=0)
     base, single = float(whole.base.mean()), float(whole.single.mean())
     merged, after = float(whole.merged.mean()), float(treated.mean())
+    least = _find_least(whole, floor)
     return WholeScores(
         n_samples=len(treated),
         score_base=base,
@@ -581,4 +642,5 @@ def _summarize(whole: _Whole, treated: FloatArray) -> WholeScores:
         score_treated=after,
         recovered_merged=recovered_gain(merged, base, single),
         recovered_treated=recovered_gain(after, base, single),
+        floor_kept=None if least is None else (merged if is_plain else after) >= least,
     )

@@ -25,7 +25,7 @@ from mergekit_himerging.analysis.cache import (
 from mergekit_himerging.analysis.contribution import Rules
 from mergekit_himerging.analysis.data import TaskData, read_task
 from mergekit_himerging.analysis.jobs import Job
-from mergekit_himerging.analysis.measured import BUDGET
+from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
 from mergekit_himerging.analysis.streams import Progress
@@ -89,6 +89,7 @@ def make_plan(merge: PlannedMerge) -> Plan:
                 "recipe, models and data are those of an earlier run, "
                 "so its analysis is reused",
             )
+            _warn_of_floors(plan)
             return plan
         for task in tasks:
             merge.say(_describe(task))
@@ -101,7 +102,19 @@ def make_plan(merge: PlannedMerge) -> Plan:
         keep_plan(fingerprint, plan)
     except OSError as error:
         LOG.warning("hi_merging: the plan is not kept for later runs: %s", error)
+    _warn_of_floors(plan)
     return plan
+
+
+def _warn_of_floors(plan: Plan) -> None:
+    for task in plan.tasks:
+        for role, scores in (("choosing", task), ("judging", task.accepted_on)):
+            if scores.floor_kept is False:
+                LOG.warning(
+                    "hi_merging: the floor of '%s' is not kept on the %s samples; see "
+                    "its recovered gain in the plan",
+                    *(task.model, role),
+                )
 
 
 def _analyse(
@@ -120,11 +133,14 @@ def _analyse(
         confidence=settings["confidence"],
         compare=settings["compare"],
     )
+    n_layers = skeleton.n_layers
+    budget = None
+    if settings["resolve"] == "measured":
+        budget = pick_way(
+            settings["measure"], n_layers=n_layers, n_models=len(tasks)
+        ).budget
     with _show_progress(
-        tasks,
-        skeleton.n_layers,
-        resolve=settings["resolve"],
-        quiet=merge.options.quiet,
+        tasks, n_layers, budget=budget, quiet=merge.options.quiet
     ) as progress:
         return analyse_merge(
             skeleton,
@@ -134,6 +150,7 @@ def _analyse(
                 rounds=settings["rounds"],
                 reference=settings["reference"],
                 resolve=settings["resolve"],
+                measure=settings["measure"],
                 objective=settings["objective"],
                 guard=settings["guard"],
                 memory=memory,
@@ -314,15 +331,18 @@ def pick_device(options: MergeOptions) -> torch.device:
 
 @contextmanager
 def _show_progress(
-    tasks: Sequence[TaskData], n_layers: int, *, resolve: str, quiet: bool
+    tasks: Sequence[TaskData], n_layers: int, *, budget: int | None, quiet: bool
 ) -> Iterator[Progress]:
-    """Show block forwards done; a further round of analysis is added as it begins."""
+    """Show block forwards done; a further round of analysis is added as it begins.
+
+    The budget is that of treatments chosen by measurement, in forward passes.
+    """
     wholes, again = 0, 0
     for task in tasks:
         for batch in task.choosing.batches:
             job = Job(task.settings.model, batch, "layers")
             calls = sum(job.n_block_calls(layer) for layer in range(n_layers))
-            again += BUDGET * n_layers if resolve == "measured" else calls
+            again += calls if budget is None else budget * n_layers
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
         wholes += 3 * n_layers * n_batches
         again += n_layers * n_batches

@@ -13,6 +13,7 @@ import yaml
 
 from mergekit_himerging.names import clean_text, is_local, shorten_names
 from mergekit_himerging.plan import PLAN_FILE, Plan
+from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import WholeScores
 from mergekit_himerging.views.words import (
     SCORES,
@@ -76,7 +77,9 @@ def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
         _HOW_TO_READ,
         "## What was measured",
         *(_tabulate_data(plan, labels) or ["Nothing: the plan has no scores."]),
-        *_with_head("## Scores", _tabulate_scores(plan, labels)),
+        *_with_head(
+            "## Scores", [*_tabulate_scores(plan, labels), *_list_aims(plan, labels)]
+        ),
         *_with_head("## Layers", _tabulate_layers(list_rows(plan), labels)),
     ]
     if plot is not None:
@@ -120,6 +123,7 @@ def write_card_section(plan: Plan, *, recipe: str | None) -> str:
         f"{_LINK}: {summarize_plan(plan)}",
         *_list_models(plan, labels),
         *_tabulate_scores(plan, labels),
+        *_list_aims(plan, labels),
         *_tabulate_layers(treated, labels),
     ]
     if plan.guard is not None:
@@ -196,6 +200,16 @@ def _tabulate_scores(plan: Plan, labels: Mapping[str, str]) -> list[str]:
         if scores.n_samples
     ]
     return _make_table(heads, rows)
+
+
+def _list_aims(plan: Plan, labels: Mapping[str, str]) -> list[str]:
+    lines = [f"- {describe_way(plan)}"] if describe_way(plan) else []
+    lines += [
+        f"- {escape_markdown(labels[task.model])}: {describe_aim(task)}"
+        for task in plan.tasks
+        if describe_aim(task)
+    ]
+    return ["\n".join(lines)] if lines else []
 
 
 def _show_scores(scores: WholeScores) -> Iterator[str]:

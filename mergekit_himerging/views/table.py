@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan
+from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.views.words import (
     SCORES,
@@ -61,14 +62,22 @@ def plan_as_json(plan: Plan) -> str:
     Returns:
         An object with ``plan``, as in a plan file, and ``summary``: the sentence, the
         treated layers, the worst layers first, layers by action for each model, and
-        the recovered gain of each task's merges (a share, or null) on the samples that
-        chose and on those that judged.
+        on the samples that chose and on those that judged whether each floor is kept
+        (or null) and the recovered gain of each task's merges (a share, or null).
     """
     summary = {
         "sentence": summarize_plan(plan),
         "treated_layers": find_treated_layers(plan),
         "worst_layers": list(plan.order),
         "actions": count_actions(plan),
+        "floor_kept": {
+            task.model: {
+                "choosing": task.floor_kept,
+                "judging": task.accepted_on.floor_kept,
+            }
+            for task in plan.tasks
+            if task.floor is not None
+        },
         "recovered_gain": {
             task.model: {
                 "choosing": _recovered(task),
@@ -173,6 +182,11 @@ def _list_facts(plan: Plan, labels: Mapping[str, str]) -> Table:
             f"in {' or '.join(units)}; conflict is alone minus merged ± standard "
             "error, above 0 where merging weakened the task"
         )
+    if describe_way(plan):
+        facts["slopes"] = describe_way(plan)
+    for task in plan.tasks:
+        if describe_aim(task):
+            facts[f"aim of {labels[task.model]}"] = describe_aim(task)
     facts["guard"] = shorten_sentence(describe_guard(plan), labels)
     grid = _make_grid()
     for name, text in facts.items():
