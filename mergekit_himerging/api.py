@@ -20,12 +20,12 @@ from mergekit.options import MergeOptions
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from mergekit_himerging.analysis.calibration import read_rows
 from mergekit_himerging.analysis.contribution import (
     Contribution,
     Rules,
     resolve_conflicts,
 )
+from mergekit_himerging.analysis.data import read_task_rows
 from mergekit_himerging.analysis.run import treat_decisions
 from mergekit_himerging.analysis.session import make_plan as measure_plan
 from mergekit_himerging.analysis.session import pick_device, read_data
@@ -325,7 +325,7 @@ def _check(
     if out is not None:
         collect(check_output, config, str(out))
     for task in collect(read_tasks, config) or ():
-        collect(read_rows, task.calibration, [*read.folders, Path.cwd()])
+        collect(read_task_rows, task, [*read.folders, Path.cwd()])
     merge: PlannedMerge | None = None
     if has_models:
         merge = collect(_plan, read, options)

@@ -17,6 +17,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
 
+from mergekit_himerging.analysis.agreement import PAIR_BYTES
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.differences import SIGNS, count_forwards, plan_turns
 from mergekit_himerging.analysis.graph import PlannedWeights
@@ -26,6 +27,7 @@ from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
+from mergekit_himerging.analysis.teachers import needs_teacher
 from mergekit_himerging.parameters import parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.tasks import PlannedTensor, apply_plan
@@ -100,6 +102,13 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
         for chunk in split_jobs(jobs, replay, memory)
     ]
     n_layers = len(replay.blocks)
+    taught = {
+        batch
+        for task in tasks
+        if needs_teacher(task)
+        for part in (task.choosing, task.accepting)
+        for batch in part.batches
+    }
     every_job = [job for chunk in passes for job in chunk]
     calls = [sum(map(job.n_block_calls, range(n_layers))) for job in every_job]
 
@@ -114,10 +123,18 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     seconds += exact.n_block_cells * per_cell + exact.n_targets * per_target
     for job, n_calls in zip(every_job, calls, strict=True):
         seconds += n_calls * job.batch.input_ids.numel() * per_cell
-        seconds += job.n_streams(n_layers) * job.batch.n_targets * per_target
+        n_heads = job.n_streams(n_layers)
+        n_heads += len(job.fronts) if job.batch in taught else 0  # the expert's
+        seconds += n_heads * job.batch.n_targets * per_target
 
     # What lies outside the blocks is read twice for a front, or once and kept.
-    n_fronts = [len({f for job in chunk for f in job.fronts}) for chunk in passes]
+    n_fronts = [
+        len(
+            {front for job in chunk for front in job.fronts}
+            | {("expert", job.model) for job in chunk if job.batch in taught}
+        )
+        for chunk in passes
+    ]
     n_kept = [min(n, memory // 4 // outer_bytes) for n in n_fronts]
     outer_reads = 2 * sum(n_fronts) - sum(n_kept) + exact.n_outer_reads
     # A wider scope: twice for the plain merge, and twice for the treated one.
@@ -140,6 +157,8 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     )
     positions = max(positions, exact.n_positions)
     logits = min(LOGITS_BYTES, positions * replay.vocabulary * 4)
+    n_taught = sum(batch.n_targets for batch in taught)
+    expected = min(PAIR_BYTES, n_taught * replay.vocabulary * 4)
     return Cost(
         n_block_calls=sum(calls) + exact.n_block_calls,
         n_tokens=sum(task.tokenized.n_tokens for task in tasks),
@@ -149,7 +168,9 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
         peak_bytes=max(hidden)
         + _count_bytes(variants.base, *variants.singles.values(), variants.merged)
         + (max(n_kept) + 1) * outer_bytes
-        + 2 * logits,  # and their exponentials
+        + 2 * logits  # and their exponentials
+        + 2 * expected
+        + n_taught * width * item_size,
     )
 
 
@@ -285,6 +306,8 @@ def _list_passes(
 ) -> list[list[Job]]:
     """List the jobs of each pass of one round, as the analysis makes them.
 
+    The first are the experts', of tasks that are scored by agreement with them.
+
     Of treatments chosen by measurement, all that the budget allows: a pass there, one
     back that costs the rest of `FORWARDS`, and one for the step; exact measurements
     are counted apart.
@@ -305,7 +328,15 @@ def _list_passes(
         middle = [once] * (EXACT_MEASUREMENTS * TRIES)
     if way == "first_order":
         middle = [once, once * (FORWARDS - 1), once] * (BUDGET // (FORWARDS + 1))
-    return [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
+    experts = [
+        Job(task.settings.model, batch, "merged")
+        for task in tasks
+        if needs_teacher(task)
+        for part in (task.choosing, task.accepting)
+        for batch in part.batches
+    ]
+    whole = [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
+    return [experts, *whole] if experts else whole
 
 
 def _time_calls(

@@ -112,7 +112,12 @@ PARAMETERS: Mapping[str, Parameter] = {
         Parameter("hide_paths", bool, False, whole_merge=True),
         # The contribution analysis, per model.
         Parameter("calibration", str, "", per_model=True, whole_merge=True),
-        _analysis("metric", "loss", choices=("loss", "accuracy"), per_model=True),
+        _analysis(
+            "metric",
+            "loss",
+            choices=("loss", "accuracy", "agreement"),
+            per_model=True,
+        ),
         _analysis("samples", 64, type=int, low=1, per_model=True),
         _analysis("task_weight", 1.0, low=0, per_model=True),
         _analysis(

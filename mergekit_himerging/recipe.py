@@ -162,7 +162,7 @@ class TaskSettings:
     Attributes:
         model: the model, as the recipe spells it.
         calibration: a file or a hub dataset.
-        metric: ``loss`` or ``accuracy``.
+        metric: ``loss``, ``accuracy`` or ``agreement``.
         samples: how many rows are used at most.
         task_weight: how much it counts in what is raised; 0 leaves it out.
         floor: recovered gain that it is not to fall below; None without one.
@@ -170,7 +170,7 @@ class TaskSettings:
 
     model: str
     calibration: str
-    metric: Literal["loss", "accuracy"]
+    metric: Literal["loss", "accuracy", "agreement"]
     samples: int
     task_weight: float = 1.0
     floor: float | None = None

@@ -48,7 +48,7 @@ def describe_way(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     short = {task.model: f"task {number}" for number, task in enumerate(plan.tasks, 1)}
     for task in plan.tasks:
-        unit = "nats per token" if task.metric == "loss" else "share right"
+        unit = "share right" if task.metric == "accuracy" else "nats per token"
         yield f"{short[task.model]}: '{task.model}', score in {unit}, higher is better"
     is_measured = any(task.layers for task in plan.tasks)
     if is_measured:

@@ -1,7 +1,8 @@
 """What was measured, as it stands in a plan file; units are those of the task's metric.
 
 Scores are means over samples, higher is better: nats per target token (metric `loss`)
-or a share of right answers (`accuracy`).
+a share of right answers (`accuracy`), or minus the divergence from the task's expert in
+nats per token (`agreement`).
 """
 
 from typing import Literal
@@ -120,7 +121,7 @@ class TaskReport(WholeScores):
     """
 
     model: str
-    metric: Literal["loss", "accuracy"]
+    metric: Literal["loss", "accuracy", "agreement"]
     calibration: str
     calibration_sha256: str = ""
     calibration_rows: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.graph import Cuts
 from mergekit_himerging.analysis.objective import Kind, Objective
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
+from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.parameters import RecipeError, parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
@@ -160,6 +161,9 @@ def search_merge(
     replay = make_replay(merge, device)
     memory = parse_bytes(str(merge.settings["analysis_memory"]))
     plain = merge.resolve(None)
+    tasks = add_teachers(
+        tasks, plain, replay, device=device, memory=memory, progress=progress
+    )
     models = [task.settings.model for task in tasks]
     cuts: Cuts = {}
 

@@ -945,7 +945,8 @@ BAD = {
     ),
     "unknown metric": (
         under_model(metric="bleu"),
-        "metric must be one of loss, accuracy, got 'bleu' (models[0] '{zoo}/a')",
+        "metric must be one of loss, accuracy, agreement, got 'bleu' "
+        "(models[0] '{zoo}/a')",
     ),
     "confidence with one sample": (
         lambda recipe, _: [

@@ -490,7 +490,7 @@ WITH_DATA = (
         ),
         (
             "metric: bleu",
-            "metric must be one of loss, accuracy, got 'bleu' (parameters)",
+            "metric must be one of loss, accuracy, agreement, got 'bleu' (parameters)",
         ),
         ("plan_out: 3", "plan_out must be a text, got 3 (parameters)"),
         (

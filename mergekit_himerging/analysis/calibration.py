@@ -4,7 +4,7 @@ Invariant: every target token is scored once, from the hidden state that predict
 padding never is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "Metric",
     "Row",
     "Sample",
+    "Teacher",
     "TokenSequence",
     "Tokenized",
     "choose_rows",
@@ -43,6 +44,23 @@ LEAST_FILL = 0.8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Teacher:
+    """What metric ``agreement`` holds a batch against: the expert as it was given.
+
+    Its distributions are made anew wherever they are needed: as hidden states they take
+    a small part of the memory that logits would.
+
+    Attributes:
+        hidden: ``[targets, width]``, its outputs of the last block where the batch's
+            targets are predicted, on CPU.
+        load_outer: loads its weights outside the blocks.
+    """
+
+    hidden: torch.Tensor
+    load_outer: Callable[[], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Right-padded sequences and where their targets are predicted; all int64, on CPU.
 
@@ -54,6 +72,7 @@ class Batch:
         target_ids: ``[targets]``, the token to be predicted.
         target_sequence: ``[targets]``, number of the (sample, option) that the target
             belongs to, counted over all samples of the task.
+        teacher: for metric ``agreement`` alone.
     """
 
     input_ids: torch.Tensor
@@ -62,6 +81,7 @@ class Batch:
     target_positions: torch.Tensor
     target_ids: torch.Tensor
     target_sequence: torch.Tensor
+    teacher: Teacher | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -121,10 +141,12 @@ def score_samples(
     Args:
         samples: as given to ``make_batches``.
         log_probabilities: ``[targets]``, natural logarithm, of all batches' targets in
-            order; any float dtype and device; read only.
+            order; for ``agreement`` minus the divergence there, in nats; any float
+            dtype and device; read only.
         batches: as made from the samples.
         metric: ``loss`` gives the mean log-probability of the right option's target
-            tokens (nats per token, at most 0); ``accuracy`` gives 1 where the right
+            tokens (nats per token, at most 0), ``agreement`` that of minus the
+            divergence; ``accuracy`` gives 1 where the right
             option has the largest such mean of all, alone, else 0.
 
     Returns:
@@ -165,7 +187,7 @@ def score_samples(
     answers = torch.tensor([sample.answer for sample in samples], dtype=torch.int64)
     right = n_options.cumsum(0) - n_options + answers
     scores = means[right]
-    if metric == "loss":
+    if metric != "accuracy":
         return scores
     others = means.clone()
     others[right] = -torch.inf

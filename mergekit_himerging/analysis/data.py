@@ -63,6 +63,16 @@ class TaskData:
         return digest.hexdigest()
 
 
+def read_task_rows(settings: TaskSettings, folders: Sequence[Path]) -> tuple[Row, ...]:
+    """Read all rows of one task's data.
+
+    Raises:
+        ValueError: the data cannot be used; the message names file and line.
+    """
+    needs_answer = settings.metric != "agreement"
+    return read_rows(settings.calibration, folders, needs_answer=needs_answer)
+
+
 def read_task(
     settings: TaskSettings,
     *,
@@ -90,7 +100,7 @@ def read_task(
         ValueError: the data cannot be used; the message names file and line.
     """
     rows = choose_rows(
-        read_rows(settings.calibration, folders), samples=settings.samples, seed=seed
+        read_task_rows(settings, folders), samples=settings.samples, seed=seed
     )
     n_accepting = min(int(accept_share * len(rows)), len(rows) - 1)
     parts = (rows[n_accepting:], rows[:n_accepting])

@@ -81,6 +81,8 @@ class Job:
 class Measured:
     """Log-probabilities of a job's targets under every variant, float64, in nats.
 
+    Of a batch with a teacher, minus the divergences from it.
+
     Attributes:
         merged: under G, ``[targets]``.
         base, single: under F and M_m, ``[targets]``; None for depth ``merged``.

@@ -17,6 +17,10 @@ def score_probes(
     """Turn one field's log-probabilities into scores, ``[n]`` or ``[layers, n]``."""
     if not measured:
         return np.zeros(0)
+    if task.settings.metric == "agreement" and any(
+        batch.teacher is None for batch in probes.batches
+    ):
+        raise ValueError("batches scored by agreement must have a teacher, got none")
     values = torch.cat([getattr(m, field) for m in measured], dim=-1)
     rows = values if values.dim() == 2 else values[None]
     scores = [

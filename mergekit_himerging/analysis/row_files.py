@@ -25,12 +25,15 @@ Records = Iterator[tuple[object, str]]
 """Values as read, each with its place."""
 
 
-def read_rows(source: str, folders: Sequence[Path]) -> tuple[Row, ...]:
+def read_rows(
+    source: str, folders: Sequence[Path], *, needs_answer: bool = True
+) -> tuple[Row, ...]:
     """Read all rows of a file or hub dataset.
 
     Args:
         source: a path to .jsonl, .json, .csv or .parquet, or a hub dataset's id.
         folders: where a relative path is looked for, in this order.
+        needs_answer: whether a prompt alone is refused.
 
     Returns:
         The rows in file order, at least one.
@@ -51,7 +54,10 @@ def read_rows(source: str, folders: Sequence[Path]) -> tuple[Row, ...]:
             )
         records = _READERS[path.suffix.lower()](source, path)
     try:
-        rows = tuple(parse_row(record, place) for record, place in records)
+        rows = tuple(
+            parse_row(record, place, needs_answer=needs_answer)
+            for record, place in records
+        )
     except OSError as error:
         raise ValueError(f"cannot read {source}: {error.strerror or error}") from error
     if not rows:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Shape = Literal["completion", "choices", "messages", "instruction", "text"]
+Shape = Literal["completion", "choices", "messages", "instruction", "text", "prompt"]
 
 _KEYS: Mapping[Shape, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
@@ -20,6 +20,7 @@ _KEYS: Mapping[Shape, tuple[str, ...]] = {
     "messages": ("messages",),
     "instruction": ("instruction", "output"),
     "text": ("text",),
+    "prompt": ("prompt",),
 }
 _OPTIONAL: Mapping[Shape, tuple[str, ...]] = {"instruction": ("input",)}
 _KNOWN = frozenset(
@@ -35,7 +36,8 @@ class Row:
         place: for messages, as ``file.jsonl line 12``; no part of the content.
         shape: which keys it came with.
         completion: the target text: the completion, the right option, the content of
-            the last turn, the output, or the whole text; never blank.
+            the last turn, the output, or the whole text; empty for ``prompt``, else
+            never blank.
         prompt: the prompt or instruction; empty for ``messages`` and ``text``.
         context: the ``input`` of an instruction, else empty.
         choices: all options of ``choices``, else none.
@@ -68,7 +70,7 @@ class Row:
         )
 
 
-def parse_row(record: object, place: str) -> Row:
+def parse_row(record: object, place: str, *, needs_answer: bool = True) -> Row:
     """Read one record into a row.
 
     A field that is null counts as absent. Keys that belong to no shape are allowed.
@@ -76,6 +78,7 @@ def parse_row(record: object, place: str) -> Row:
     Args:
         record: a mapping of keys to values, as JSON has them.
         place: where it stands, for messages.
+        needs_answer: whether a prompt alone is refused.
 
     Raises:
         ValueError: the record is no mapping, has the keys of no shape or of several, or
@@ -86,13 +89,15 @@ def parse_row(record: object, place: str) -> Row:
             f"{place} must be an object of keys and values, got {_brief(record)}"
         )
     fields = {str(key): value for key, value in record.items() if value is not None}
-    shape = _tell_shape(fields, place)
+    shape = _tell_shape(fields, place, needs_answer)
     if shape == "messages":
         return _parse_messages(fields["messages"], place)
     if shape == "choices":
         return _parse_choices(fields, place)
     if shape == "text":
         return Row(place, shape, completion=_text(fields, "text", place))
+    if shape == "prompt":
+        return Row(place, shape, "", prompt=_text(fields, "prompt", place))
     if shape == "completion":
         return Row(
             place,
@@ -141,11 +146,18 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _tell_shape(fields: Mapping[str, object], place: str) -> Shape:
-    complete = [shape for shape, keys in _KEYS.items() if fields.keys() >= set(keys)]
+def _tell_shape(fields: Mapping[str, object], place: str, needs_answer: bool) -> Shape:
+    is_bare = fields.keys() & _KNOWN == {"prompt"}
+    if is_bare and not needs_answer:
+        return "prompt"
+    allowed = {s: keys for s, keys in _KEYS.items() if s != "prompt"}
+    complete = [shape for shape, keys in allowed.items() if fields.keys() >= set(keys)]
     if not complete:
-        options = ", or ".join(_name(keys) for keys in _KEYS.values())
-        raise ValueError(f"{place} must have {options}, got keys {sorted(fields)}")
+        options = ", or ".join(_name(keys) for keys in allowed.values())
+        remedy = "; only metric 'agreement' takes a prompt alone" if is_bare else ""
+        raise ValueError(
+            f"{place} must have {options}, got keys {sorted(fields)}{remedy}"
+        )
     shape = complete[0]
     ours = {*_KEYS[shape], *_OPTIONAL.get(shape, ())}
     foreign = sorted((fields.keys() & _KNOWN) - ours)

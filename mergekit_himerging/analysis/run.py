@@ -31,6 +31,7 @@ from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.streams import Progress, run_jobs
+from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.plan import Plan, Treatment
 from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import (
@@ -123,6 +124,14 @@ def analyse_merge(
     Raises:
         ValueError: the models cannot be analysed, or their tasks not be compared.
     """
+    tasks = add_teachers(
+        tasks,
+        engine.resolve(None),
+        engine.replay,
+        device=engine.device,
+        memory=settings.memory,
+        progress=engine.progress,
+    )
     choosing, accepting = _measure_wholes(tasks, settings, engine)
     aims = {task.settings.model: task.settings for task in tasks}
     if settings.rules.compare == "gain":

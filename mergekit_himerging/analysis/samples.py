@@ -14,7 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_himerging.analysis.rows import Row
 
-Metric = Literal["loss", "accuracy"]
+Metric = Literal["loss", "accuracy", "agreement"]
+
+WHOLE_SHAPES = ("text", "prompt")
+"""Rows that are scored from their first token to their last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Sample:
     """What one row is scored on.
 
     Attributes:
-        options: the target alone for ``loss``, every choice for ``accuracy``.
+        options: every choice for ``accuracy``, else the target alone.
         answer: index of the right one.
     """
 
@@ -97,7 +100,10 @@ def tokenize_rows(
       adds to the generation prompt, with the marks that end a turn. Instructions do
       too where there is a template, else they are "instruction, input, output" with a
       blank line between.
-    - Of a text, all tokens after the first are targets.
+    - Of a text, all tokens after the first are targets. For ``agreement``, which
+      compares distributions and knows no right token, the position after the last one
+      counts too, where an answer would begin: the last id stands there once more, as a
+      target that is never read. A prompt alone is a text then.
 
     A fast tokenizer gets the joined text, and every token that ends after the prompt's
     end is a target, so that a token across the boundary is one; a slow tokenizer gets
@@ -111,16 +117,17 @@ def tokenize_rows(
     Args:
         rows: any shapes, mixed.
         tokenizer: the output model's.
-        metric: ``loss`` takes the completion, or the right choice; ``accuracy`` takes
-            every choice.
+        metric: ``loss`` and ``agreement`` take the completion, or the right choice;
+            ``accuracy`` takes every choice.
         max_length: most tokens of a sequence, at least 2.
         vocab_size: token ids must be below it.
 
     Raises:
-        ValueError: a row has no choices for ``accuracy``, has messages where there is
-            no chat template or one that refuses them, has a target of no tokens or more
-            than ``max_length - 1``, or a token id that the model does not have; the
-            message names the row's place.
+        ValueError: a row has no choices for ``accuracy``, is a prompt alone for another
+            metric than ``agreement``, has messages where there is no chat template or
+            one that refuses them, has a target of no tokens or more than
+            ``max_length - 1``, or a token id that the model does not have; the message
+            names the row's place.
     """
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
@@ -132,11 +139,18 @@ def tokenize_rows(
                 f"{row.place} must have 'choices' for metric 'accuracy', got a row of "
                 f"shape '{row.shape}'; use metric 'loss'"
             )
+        if metric != "agreement" and row.shape == "prompt":
+            raise ValueError(
+                f"{row.place} must have an answer for metric '{metric}', got a prompt "
+                "alone; use metric 'agreement'"
+            )
         texts, is_chat = _render(row, tokenizer, metric)
         options = [
             _tokenize(prompt, target, tokenizer, add_special_tokens=not is_chat)
             for prompt, target in texts
         ]
+        if metric == "agreement" and row.shape in WHOLE_SHAPES:
+            options = [_close(row, options[0][0], tokenizer.bos_token_id)]
         for ids, n_prompt in options:
             _check_tokens(row, ids, n_prompt, tokenizer, vocab_size)
         sequences, is_truncated = _fit(row, options, max_length, tokenizer.bos_token_id)
@@ -175,6 +189,8 @@ def _render(
         return [
             (row.prompt, _separator(row.prompt, text) + text) for text in wanted
         ], False
+    if row.shape == "prompt":
+        return [("", row.prompt)], False
     return [(row.prompt, row.completion)], False
 
 
@@ -205,6 +221,16 @@ def _render_chat(
             f"{prompt[same : same + 40]!r}; use 'prompt' and 'completion'"
         )
     return prompt, whole[len(prompt) :]
+
+
+def _close(row: Row, ids: list[int], bos_id: int | None) -> tuple[list[int], int]:
+    """Add a target after the last token, so that the position there counts."""
+    if all(token_id == bos_id for token_id in ids):
+        raise ValueError(
+            f"{row.place} must have a token of its own to agree at, got none (of "
+            f"{len(ids)} tokens in all)"
+        )
+    return [*ids, ids[-1]], 1
 
 
 def _separator(prompt: str, option: str) -> str:
@@ -303,7 +329,7 @@ def _fit(
     """Cut a row's options to ``max_length``; tell whether any was cut."""
     if all(len(ids) <= max_length for ids, _ in options):
         return tuple(TokenSequence(tuple(ids), n) for ids, n in options), False
-    if row.shape == "text":
+    if row.shape in WHOLE_SHAPES:
         ((ids, n_prompt),) = options
         return (TokenSequence(tuple(ids[:max_length]), n_prompt),), True
     n_targets = max(len(ids) - n for ids, n in options)

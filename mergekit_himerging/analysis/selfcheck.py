@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from mergekit_himerging.analysis.agreement import agree, recall
 from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError, Weights
 
@@ -100,7 +101,7 @@ class _Forward:
         self._thread.join()
 
     def finish(self) -> torch.Tensor:
-        """Return the log-probabilities of the targets, ``[targets]``, float64.
+        """Return what the streams measure of the targets, ``[targets]``, float64.
 
         Raises:
             UnsupportedModelError: the model did not ask for its blocks in order.
@@ -131,9 +132,16 @@ class _Forward:
                     batch.attention_mask.to(device),
                     self._fetch,
                 )
-            at_targets = logits[batch.target_rows, batch.target_positions].float()
-            chosen = at_targets.cpu().gather(-1, batch.target_ids[:, None])[:, 0]
-            self._result = (chosen - at_targets.cpu().logsumexp(-1)).double()
+                at_targets = logits[batch.target_rows, batch.target_positions].float()
+                if batch.teacher is None:
+                    at_targets = at_targets.cpu()
+                    chosen = at_targets.gather(-1, batch.target_ids[:, None])[:, 0]
+                    result = chosen - at_targets.logsumexp(-1)
+                else:
+                    parts = recall(batch.teacher, self._replay)
+                    agreed = [agree(at_targets[some], those) for some, those in parts]
+                    result = torch.cat(agreed).cpu()
+                self._result = result.double()
         except BaseException as error:
             self._error = error
         finally:

@@ -29,6 +29,7 @@ from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
 from mergekit_himerging.analysis.streams import Progress
+from mergekit_himerging.analysis.teachers import needs_teacher
 from mergekit_himerging.parameters import PARAMETERS, RecipeError, parse_bytes
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
@@ -344,7 +345,7 @@ def _show_progress(
             calls = sum(job.n_block_calls(layer) for layer in range(n_layers))
             again += calls if budget is None else budget * n_layers
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
-        wholes += 3 * n_layers * n_batches
+        wholes += (3 + needs_teacher(task)) * n_layers * n_batches
         again += n_layers * n_batches
     if quiet:
         yield lambda calls, label: None

@@ -6,14 +6,15 @@ weights with w_m d_m. Invariant: one layer's weights are in memory at a time; ev
 block runs again on the way back, from the hidden state that went into it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from mergekit_himerging.analysis.calibration import Sample
+from mergekit_himerging.analysis.agreement import agree, recall
+from mergekit_himerging.analysis.calibration import Batch, Sample
 from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.graph import (
@@ -214,16 +215,29 @@ def _start_back(
     last = stream.hidden.pop()
     gradient = torch.zeros_like(last)
     at_once = max(1, LOGITS_BYTES // (replay.vocabulary * 4))
-    for start in range(0, len(ids), at_once):
-        some = slice(start, start + at_once)
+    for some, expected in _split_targets(batch, replay, at_once):
         states = last[rows[some], positions[some]].detach().requires_grad_()
         with torch.enable_grad():
             logits = replay.read_out(outer, states[:, None])[:, 0].float()
-            chosen = logits.gather(-1, ids[some, None])[:, 0] - logits.logsumexp(-1)
+            if expected is None:
+                chosen = logits.gather(-1, ids[some, None])[:, 0] - logits.logsumexp(-1)
+            else:
+                chosen = agree(logits, expected)
             score = (chosen * coefficients[some]).sum()
         (found,) = torch.autograd.grad(score, [states])
         gradient[rows[some], positions[some]] = found
     return gradient
+
+
+def _split_targets(
+    batch: Batch, replay: Replay, at_once: int
+) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """Yield some targets at a time, with what the expert says there if it is asked."""
+    if batch.teacher is not None:
+        yield from recall(batch.teacher, replay)
+        return
+    for start in range(0, batch.n_targets, at_once):
+        yield slice(start, start + at_once), None
 
 
 def _step_back(

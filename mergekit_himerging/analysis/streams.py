@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mergekit_himerging.analysis.agreement import read_agreement
 from mergekit_himerging.analysis.calibration import Batch
 from mergekit_himerging.analysis.jobs import (
     Front,
@@ -292,6 +293,8 @@ def read_targets(
 ) -> torch.Tensor:
     """Read the log-probabilities of a batch's targets after the last block.
 
+    Of a batch with a teacher, read minus the divergence from it there.
+
     Args:
         streams: hidden states of the batch, each ``[rows, tokens, width]``.
         replay: the model.
@@ -301,6 +304,8 @@ def read_targets(
     Returns:
         ``[streams, targets]``, float64 on the CPU, in nats.
     """
+    if batch.teacher is not None:
+        return read_agreement(streams, replay, weights, batch, batch.teacher)
     rows = batch.target_rows.to(replay.device)
     positions = batch.target_positions.to(replay.device)
     ids = batch.target_ids.to(replay.device)

@@ -14,12 +14,17 @@ from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan, Treatment
 from mergekit_himerging.scores import LayerScores
 
-UNITS: Mapping[str, str] = {"loss": "nats per token", "accuracy": "share right"}
+UNITS: Mapping[str, str] = {
+    "loss": "nats per token",
+    "accuracy": "share right",
+    "agreement": "nats per token",
+}
 """Unit of scores, contributions and conflicts, by metric."""
 
 SCORES: Mapping[str, str] = {
     "loss": "negative loss in nats per target token, higher is better",
     "accuracy": "share of choices ranked right, higher is better",
+    "agreement": "minus the divergence from the expert in nats per token, 0 is best",
 }
 """What a score is, by metric."""
 
