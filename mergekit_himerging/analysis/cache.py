@@ -15,6 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+
 from mergekit_himerging.files import write_text
 from mergekit_himerging.plan import Plan, read_plan
 
@@ -27,6 +30,14 @@ SAMPLES, SAMPLE_BYTES = 256, 512
 def read_versions() -> dict[str, str]:
     """Read the versions of the packages that a measurement depends on."""
     return {name: version(name) for name in VERSIONED}
+
+
+def folders_of(model: ModelReference) -> list[Path]:
+    """List the folders that hold a model's files, and its adapter's."""
+    folders = [Path(LoaderCache().get(model).index.base_path)]
+    if model.lora is not None:
+        folders += [p for p in (Path(model.lora.path),) if p.is_dir()]
+    return folders
 
 
 def hash_model(folders: Iterable[Path]) -> str:
@@ -59,7 +70,7 @@ def make_fingerprint(content: Mapping[str, Any]) -> str:
 
 def find_plan(fingerprint: str) -> Plan | None:
     """Return the plan of an earlier analysis with this fingerprint."""
-    path = _cache_folder() / f"{fingerprint}.json"
+    path = find_place(f"{fingerprint}.json")
     try:
         return read_plan(path) if path.is_file() else None
     except (OSError, ValueError):  # of another version, or damaged: measured again
@@ -68,17 +79,18 @@ def find_plan(fingerprint: str) -> Plan | None:
 
 def keep_plan(fingerprint: str, plan: Plan) -> Path:
     """Keep a plan for later runs; returns its file."""
-    path = _cache_folder() / f"{fingerprint}.json"
+    path = find_place(f"{fingerprint}.json")
     write_text(path, plan.to_json())
     return path
 
 
-def _cache_folder() -> Path:
+def find_place(name: str) -> Path:
+    """Return where a file of this name is kept for later runs."""
     chosen = os.environ.get("MERGEKIT_HIMERGING_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(chosen) / name
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "mergekit-himerging"
+    return Path(home) / "mergekit-himerging" / name
 
 
 def _read_sample(path: Path, size: int) -> bytes:

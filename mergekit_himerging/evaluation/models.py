@@ -17,14 +17,18 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
-    PreTrainedModel,
 )
 
-from mergekit_himerging.analysis.cache import hash_model
-from mergekit_himerging.analysis.session import folders_of, make_plan, pick_device
-from mergekit_himerging.evaluation.run import Candidate, Loaded
+from mergekit_himerging.analysis.cache import folders_of, hash_model
+from mergekit_himerging.analysis.references import (
+    Loaded,
+    load_reference,
+    make_ready,
+    pick_dtype,
+)
+from mergekit_himerging.analysis.session import make_plan, pick_device
+from mergekit_himerging.evaluation.run import Candidate
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
@@ -73,7 +77,7 @@ def load_merge(merge: PlannedMerge, plan: Plan | None) -> Loaded:
         None,
         config=model_config,
         state_dict=state,
-        dtype=_run_dtype(device, config.out_dtype or config.dtype),
+        dtype=pick_dtype(device, config.out_dtype or config.dtype),
         output_loading_info=True,
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -87,7 +91,7 @@ def load_merge(merge: PlannedMerge, plan: Plan | None) -> Loaded:
     generation = _read_generation(merge)
     if generation is not None:
         model.generation_config = generation
-    return _ready(model, device), tokenizer
+    return make_ready(model, device), tokenizer
 
 
 def _read_generation(merge: PlannedMerge) -> GenerationConfig | None:
@@ -102,57 +106,6 @@ def _read_generation(merge: PlannedMerge) -> GenerationConfig | None:
         )
     except OSError:
         return None
-
-
-def load_reference(
-    reference: ModelReference, options: MergeOptions, others: Sequence[ModelReference]
-) -> Loaded:
-    """Load a model, with its adapter merged as MergeKit does.
-
-    Args:
-        reference: a folder, a hub id, or one with an adapter.
-        options: MergeKit's.
-        others: models whose tokenizer is used where it has none.
-    """
-    device = pick_device(options)
-    merged = reference.merged(
-        cache_dir=options.lora_merge_cache,
-        trust_remote_code=options.trust_remote_code,
-        lora_merge_dtype=options.lora_merge_dtype,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        merged.model.path,
-        revision=merged.model.revision,
-        dtype=_run_dtype(device, None),
-        trust_remote_code=options.trust_remote_code,
-    )
-    problem: Exception | None = None
-    for candidate in (reference, *others):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                candidate.model.path,
-                revision=candidate.model.revision,
-                trust_remote_code=options.trust_remote_code,
-            )
-        except (OSError, ValueError) as error:
-            problem = problem or error
-            continue
-        return _ready(model, device), tokenizer
-    raise ValueError(
-        f"'{reference}' must have a tokenizer, got none; add one to its folder"
-    ) from problem
-
-
-def _ready(model: Any, device: torch.device) -> PreTrainedModel:
-    model.eval().to(device)
-    return cast(PreTrainedModel, model)
-
-
-def _run_dtype(device: torch.device, dtype: str | None) -> torch.dtype | str:
-    """Pick what a model runs in: float32 on a CPU, its own dtype elsewhere."""
-    if device.type == "cpu":
-        return torch.float32
-    return dtype_from_name(dtype) or "auto"
 
 
 def make_merge_candidate(
@@ -186,7 +139,9 @@ def make_model_candidate(
     return Candidate(
         name=str(reference),
         role=role,
-        load=lambda: load_reference(reference, options, others),
+        load=lambda: load_reference(
+            reference, options, others, device=pick_device(options)
+        ),
         task=task,
         fingerprint=_hash({"model": hash_model(folders_of(reference))}),
     )

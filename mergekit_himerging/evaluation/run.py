@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mergekit_himerging.analysis.references import Loaded
 from mergekit_himerging.evaluation.compare import (
     compare_models,
     measure_forgetting,
@@ -40,8 +40,6 @@ from mergekit_himerging.files import write_text
 from mergekit_himerging.parameters import add_place
 
 LOG = logging.getLogger(__name__)
-
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 MEASURES = ("mergekit-himerging", "torch", "transformers")
 """Packages whose version may change what a model does."""

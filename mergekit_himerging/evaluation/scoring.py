@@ -23,16 +23,11 @@ from mergekit_himerging.analysis.calibration import (
     score_samples,
     tokenize_rows,
 )
+from mergekit_himerging.analysis.continuation import measure_lengths, tolerance_of
 from mergekit_himerging.evaluation.forward import find_cache_name, score_targets
 from mergekit_himerging.evaluation.options import count_shared, score_options
 
 LOG = logging.getLogger(__name__)
-
-TOLERANCE = 1e-3
-"""Largest difference of an option's mean log-probability, nats, in float32."""
-
-HALF_TOLERANCE = 0.1
-"""The same in bfloat16 and float16, where rounding alone may pass 0.01."""
 
 LogProbabilities = dict[TokenSequence, torch.Tensor]
 """Of each sequence's targets: ``[targets]``, float64, natural logarithm."""
@@ -55,24 +50,6 @@ class RowScores:
     n_tokens: int
     n_targets: int
     n_truncated: int
-
-
-def tolerance_of(model: PreTrainedModel) -> float:
-    """Return how far two ways of computing a log-probability may differ, in nats."""
-    return TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
-
-
-def measure_lengths(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int
-) -> tuple[int, int]:
-    """Return the tokens of a sequence that a model takes, and its vocabulary's size."""
-    config = model.config.get_text_config()
-    own = (
-        getattr(config, "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),
-    )
-    length = min([max_length, *(int(length) for length in own if length)])
-    return length, int(config.vocab_size)
 
 
 class Scorer:
