@@ -5,6 +5,7 @@ is changed.
 """
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from mergekit_himerging.evaluation.records import Evaluation, Role, Settings
 from mergekit_himerging.evaluation.run import Candidate, Progress
 from mergekit_himerging.export.recipe import Exported, export_recipe
 from mergekit_himerging.names import shorten_names
-from mergekit_himerging.parameters import METHOD_NAME, RecipeError, add_place
+from mergekit_himerging.parameters import METHOD_NAME, SELF, RecipeError, add_place
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.planning import PlannedMerge, plan_recipe
 from mergekit_himerging.preflight import (
@@ -320,12 +321,15 @@ def _check(
     if has_models:
         LoaderCache().setup(options=options)
         has_models = collect(
-            lambda: warnings.extend(raise_errors(inspect_recipe(config, options, out)))
+            lambda: warnings.extend(
+                raise_errors(inspect_recipe(config, options, out, read.folders))
+            )
         )
     if out is not None:
         collect(check_output, config, str(out))
     for task in collect(read_tasks, config) or ():
-        collect(read_task_rows, task, [*read.folders, Path.cwd()])
+        if task.calibration != SELF:
+            collect(read_task_rows, task, [*read.folders, Path.cwd()])
     merge: PlannedMerge | None = None
     if has_models:
         merge = collect(_plan, read, options)
@@ -343,7 +347,12 @@ def _check(
         return None
     device, share = pick_device(options), merge.settings["accept_share"]
     data = [
-        collect(read_data, dataclasses.replace(merge, tasks=[task]), device, share)
+        collect(
+            functools.partial(read_data, may_draw=False),
+            dataclasses.replace(merge, tasks=[task]),
+            device,
+            share,
+        )
         for task in merge.tasks
     ]
     if not data or not all(data):

@@ -30,7 +30,7 @@ from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, spli
 from mergekit_himerging.analysis.teachers import needs_teacher
 from mergekit_himerging.parameters import parse_bytes
 from mergekit_himerging.planning import PlannedMerge
-from mergekit_himerging.tasks import PlannedTensor, apply_plan
+from mergekit_himerging.tasks import PlannedTensor, apply_plan, stored_itemsize
 
 TIMED_SECONDS = 0.3
 """How long a call is repeated to be timed."""
@@ -47,6 +47,7 @@ class Cost:
         bytes_read: by all passes, from the files; what lies outside the layers is read
             several times in a pass.
         seconds: of the analysis on this machine.
+        n_to_draw: rows that experts draw from themselves before.
         peak_bytes: of the analysis: hidden states, one layer of every variant, what
             lies outside the layers, and logits; not the libraries, nor pages of mapped
             files, which the system takes back.
@@ -58,6 +59,7 @@ class Cost:
     bytes_read: int
     seconds: float
     peak_bytes: int
+    n_to_draw: int = 0
 
     def describe(self) -> str:
         """Return a table of two columns as lines of text."""
@@ -72,6 +74,9 @@ class Cost:
             ("time of the analysis", f"about {minutes} min {seconds} s here"),
             ("peak memory", f"about {_show_bytes(self.peak_bytes)}"),
         ]
+        if self.n_to_draw:
+            text = f"{self.n_to_draw:,}, by experts that are loaded whole"
+            rows.insert(0, ("rows to be drawn", text))
         return "\n".join(f"{name:22}{value}" for name, value in rows)
 
 
@@ -86,7 +91,8 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     """
     device = pick_device(merge.options)
     memory = parse_bytes(str(merge.settings["analysis_memory"]))
-    tasks = read_data(merge, device, merge.settings["accept_share"])
+    share = merge.settings["accept_share"]
+    tasks = read_data(merge, device, share, may_draw=False)
     replay = make_replay(merge, device)
     # A wider scope would read every tensor to find its cuts.
     plain = apply_plan(merge.tensors, None)
@@ -157,21 +163,38 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     )
     positions = max(positions, exact.n_positions)
     logits = min(LOGITS_BYTES, positions * replay.vocabulary * 4)
+    drawn = [task for task in tasks if task.n_to_draw]
+    for task in drawn:
+        # A prompt is drawn, then read again with its answer, in small steps.
+        n_tokens = task.tokenized.n_tokens
+        seconds += n_tokens * (2 * n_layers * per_cell + per_target)
     n_taught = sum(batch.n_targets for batch in taught)
     expected = min(PAIR_BYTES, n_taught * replay.vocabulary * 4)
+    peak = (
+        max(hidden)
+        + _count_bytes(variants.base, *variants.singles.values(), variants.merged)
+        + (max(n_kept) + 1) * outer_bytes
+        + 2 * logits  # and their exponentials
+        + 2 * expected
+        + n_taught * width * item_size
+    )
     return Cost(
         n_block_calls=sum(calls) + exact.n_block_calls,
         n_tokens=sum(task.tokenized.n_tokens for task in tasks),
         n_passes=n_reads,
         bytes_read=in_layers * n_reads + outside * (outer_reads + n_outside + 1),
         seconds=seconds,
-        peak_bytes=max(hidden)
-        + _count_bytes(variants.base, *variants.singles.values(), variants.merged)
-        + (max(n_kept) + 1) * outer_bytes
-        + 2 * logits  # and their exponentials
-        + 2 * expected
-        + n_taught * width * item_size,
+        # An expert that draws is loaded whole, before the analysis.
+        peak_bytes=max(peak, _count_whole(merge, replay.dtype) if drawn else 0),
+        n_to_draw=sum(task.n_to_draw for task in drawn),
     )
+
+
+def _count_whole(merge: PlannedMerge, dtype: torch.dtype) -> int:
+    """Count the bytes of a whole model in memory; all have the base's tensors."""
+    base = merge.config.base_model or merge.config.referenced_models()[0]
+    n_values = sum(read_sizes(base).values()) // (stored_itemsize(base) or 4)
+    return n_values * dtype.itemsize
 
 
 def _count_bytes(*named: Weights) -> int:

@@ -15,6 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 METHOD_NAME = "hi_merging"
 
+SELF = "self"
+"""As calibration: rows that the expert draws from itself. A file is './self'."""
+
 
 class RecipeError(click.ClickException, ValueError):
     """Something that the user can mend: one line and exit code 1 from a command."""

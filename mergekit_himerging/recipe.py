@@ -21,6 +21,7 @@ from mergekit_himerging.parameters import (
     PAPER,
     PARAMETERS,
     RULES_ONLY,
+    SELF,
     Parameter,
     add_place,
     check_value,
@@ -161,7 +162,7 @@ class TaskSettings:
 
     Attributes:
         model: the model, as the recipe spells it.
-        calibration: a file or a hub dataset.
+        calibration: a file, a hub dataset or ``self``.
         metric: ``loss``, ``accuracy`` or ``agreement``.
         samples: how many rows are used at most.
         task_weight: how much it counts in what is raised; 0 leaves it out.
@@ -240,6 +241,13 @@ def _check_analysis(config: Any) -> Iterator[str]:
     for model, files in sorted(tasks.items()):
         if len(files) > 1:
             yield f"'calibration' of '{model}' must be one file, got {sorted(files)}"
+    for task in read_tasks(config) if not without else ():
+        if task.calibration == SELF and task.metric == "accuracy":
+            yield (
+                f"'calibration' of '{task.model}' must have choices for metric "
+                "'accuracy', got 'self', whose rows have none; use metric 'loss' or "
+                "'agreement'"
+            )
     for (name, model), found in sorted(values.items()):
         if len(found) > 1:
             yield f"'{name}' of '{model}' must be one value, got {sorted(found)}"

@@ -23,7 +23,7 @@ from mergekit_himerging.analysis.graph import Cuts
 from mergekit_himerging.analysis.objective import Kind, Objective
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.teachers import add_teachers
-from mergekit_himerging.parameters import RecipeError, parse_bytes
+from mergekit_himerging.parameters import SELF, RecipeError, parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
 from mergekit_himerging.tasks import PlannedTensor
@@ -418,7 +418,7 @@ def _move_data(value: Any, folders: Sequence[Path], to: Path) -> None:
     if not isinstance(value, dict):
         return
     data = value.get("calibration")
-    if isinstance(data, str) and not os.path.isabs(data):
+    if isinstance(data, str) and data != SELF and not os.path.isabs(data):
         found = next((f / data for f in folders if (f / data).exists()), None)
         if found is not None:
             value["calibration"] = os.path.relpath(found, to)

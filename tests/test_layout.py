@@ -26,6 +26,7 @@ ORDER = (
     *("analysis.candidates", "analysis.slopes", "analysis.differences"),
     *("analysis.measured", "analysis.run"),
     *("analysis.cache", "analysis.references", "analysis.continuation"),
+    *("analysis.drawing", "analysis.self_rows"),
     *("analysis.session", "estimate", "search"),
     *("evaluation.intervals", "evaluation.metrics", "evaluation.records"),
     *("evaluation.data", "evaluation.forward", "evaluation.options"),

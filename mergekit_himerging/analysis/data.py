@@ -16,6 +16,7 @@ from mergekit_himerging.analysis.calibration import (
     Row,
     Sample,
     Tokenized,
+    TokenSequence,
     choose_rows,
     hash_rows,
     make_batches,
@@ -45,6 +46,8 @@ class TaskData:
         choosing: decide the treatments.
         accepting: judge them; may be empty.
         tokenized: counts over both.
+        n_to_draw: rows that the expert must still draw from itself; the samples then
+            stand for them, and are as long as they may be.
     """
 
     settings: TaskSettings
@@ -53,6 +56,7 @@ class TaskData:
     choosing: Probes
     accepting: Probes
     tokenized: Tokenized
+    n_to_draw: int = 0
 
     @property
     def tokens_sha256(self) -> str:
@@ -75,8 +79,8 @@ def read_task_rows(settings: TaskSettings, folders: Sequence[Path]) -> tuple[Row
 
 def read_task(
     settings: TaskSettings,
+    rows: Sequence[Row],
     *,
-    folders: Sequence[Path],
     tokenizer: PreTrainedTokenizerBase,
     accept_share: float,
     seed: int,
@@ -84,11 +88,11 @@ def read_task(
     vocab_size: int,
     max_tokens: int,
 ) -> TaskData:
-    """Read, choose, tokenise and batch one task's calibration data.
+    """Choose, tokenise and batch one task's calibration data.
 
     Args:
-        settings: what to read.
-        folders: where a relative path is looked for, in order.
+        settings: what the recipe says.
+        rows: all of them.
         tokenizer: the output model's.
         accept_share: share of the rows that accept, in [0, 1); one row always chooses.
         seed: of the choice of rows.
@@ -99,10 +103,8 @@ def read_task(
     Raises:
         ValueError: the data cannot be used; the message names file and line.
     """
-    rows = choose_rows(
-        read_task_rows(settings, folders), samples=settings.samples, seed=seed
-    )
-    n_accepting = min(int(accept_share * len(rows)), len(rows) - 1)
+    rows = choose_rows(rows, samples=settings.samples, seed=seed)
+    n_accepting = _count_accepting(len(rows), accept_share)
     parts = (rows[n_accepting:], rows[:n_accepting])
 
     def tokenize(part: Sequence[Row]) -> Tokenized:
@@ -115,20 +117,13 @@ def read_task(
         )
 
     choosing, accepting = (tokenize(part) for part in parts)
-    pad = tokenizer.pad_token_id
-    probes = [
-        Probes(
-            part.samples,
-            make_batches(part.samples, max_tokens=max_tokens, pad_id=pad or 0),
-        )
-        for part in (choosing, accepting)
-    ]
+    pad = tokenizer.pad_token_id or 0
     return TaskData(
         settings=settings,
         rows_sha256=hash_rows(rows),
         row_hashes=tuple(sorted(map(hash_row, rows))),
-        choosing=probes[0],
-        accepting=probes[1],
+        choosing=_make_probes(choosing.samples, max_tokens, pad),
+        accepting=_make_probes(accepting.samples, max_tokens, pad),
         tokenized=Tokenized(
             samples=choosing.samples + accepting.samples,
             n_truncated=choosing.n_truncated + accepting.n_truncated,
@@ -136,3 +131,46 @@ def read_task(
             n_targets=choosing.n_targets + accepting.n_targets,
         ),
     )
+
+
+def bound_task(
+    settings: TaskSettings,
+    *,
+    n_prompt: int,
+    n_answer: int,
+    accept_share: float,
+    max_tokens: int,
+) -> TaskData:
+    """Stand in for a task whose rows are still to be drawn.
+
+    Args:
+        settings: what the recipe says.
+        n_prompt, n_answer: most tokens of a prompt and of an answer, at least 1 each.
+        accept_share: share of the rows that accept, in [0, 1).
+        max_tokens: cells of a batch.
+    """
+    ids = (0,) * (n_prompt + n_answer)
+    samples = (Sample((TokenSequence(ids, n_prompt),), 0),) * settings.samples
+    n_accepting = _count_accepting(len(samples), accept_share)
+    return TaskData(
+        settings=settings,
+        rows_sha256="",
+        row_hashes=(),
+        choosing=_make_probes(samples[n_accepting:], max_tokens, 0),
+        accepting=_make_probes(samples[:n_accepting], max_tokens, 0),
+        tokenized=Tokenized(
+            samples=samples,
+            n_truncated=0,
+            n_tokens=len(ids) * len(samples),
+            n_targets=n_answer * len(samples),
+        ),
+        n_to_draw=settings.samples,
+    )
+
+
+def _count_accepting(n_rows: int, accept_share: float) -> int:
+    return min(int(accept_share * n_rows), n_rows - 1)
+
+
+def _make_probes(samples: tuple[Sample, ...], max_tokens: int, pad_id: int) -> Probes:
+    return Probes(samples, make_batches(samples, max_tokens=max_tokens, pad_id=pad_id))

@@ -9,7 +9,7 @@ import json
 import reprlib
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Shape = Literal["completion", "choices", "messages", "instruction", "text", "prompt"]
@@ -43,6 +43,8 @@ class Row:
         choices: all options of ``choices``, else none.
         answer: 0-based index into ``choices``.
         turns: (role, content) of the turns before the target, for ``messages``.
+        is_cut: the last of ``messages`` goes on after its text, so that no end of a
+            turn is a target.
     """
 
     place: str
@@ -53,6 +55,7 @@ class Row:
     choices: tuple[str, ...] = ()
     answer: int = 0
     turns: tuple[tuple[str, str], ...] = ()
+    is_cut: bool = False
 
     @property
     def content(self) -> str:
@@ -66,6 +69,7 @@ class Row:
                 self.choices,
                 self.answer,
                 self.turns,
+                *(["cut"] if self.is_cut else []),
             ]
         )
 
@@ -91,7 +95,8 @@ def parse_row(record: object, place: str, *, needs_answer: bool = True) -> Row:
     fields = {str(key): value for key, value in record.items() if value is not None}
     shape = _tell_shape(fields, place, needs_answer)
     if shape == "messages":
-        return _parse_messages(fields["messages"], place)
+        row = _parse_messages(fields["messages"], place)
+        return replace(row, is_cut=fields.get("cut") is True)
     if shape == "choices":
         return _parse_choices(fields, place)
     if shape == "text":

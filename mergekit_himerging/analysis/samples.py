@@ -97,9 +97,9 @@ def tokenize_rows(
       a space, unless one of them has white space there or the prompt ends in a wide
       (Chinese, Japanese, Korean, full-width) character.
     - Messages go through the chat template; the target is what the whole conversation
-      adds to the generation prompt, with the marks that end a turn. Instructions do
-      too where there is a template, else they are "instruction, input, output" with a
-      blank line between.
+      adds to the generation prompt, with the marks that end a turn unless the turn is
+      cut. Instructions do too where there is a template, else they are "instruction,
+      input, output" with a blank line between.
     - Of a text, all tokens after the first are targets. For ``agreement``, which
       compares distributions and knows no right token, the position after the last one
       counts too, where an answer would begin: the last id stands there once more, as a
@@ -220,7 +220,11 @@ def _render_chat(
             f"renders it whole, got {whole[same : same + 40]!r} where the prompt has "
             f"{prompt[same : same + 40]!r}; use 'prompt' and 'completion'"
         )
-    return prompt, whole[len(prompt) :]
+    written = whole[len(prompt) :]
+    if row.is_cut:
+        before, found, _ = written.partition(row.completion.strip())
+        written = before + found
+    return prompt, written
 
 
 def _close(row: Row, ids: list[int], bos_id: int | None) -> tuple[list[int], int]:

@@ -5,35 +5,42 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import dtype_from_name
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_himerging.analysis.cache import (
     find_plan,
+    folders_of,
     hash_model,
     keep_plan,
     make_fingerprint,
     read_versions,
 )
+from mergekit_himerging.analysis.calibration import Row
 from mergekit_himerging.analysis.contribution import Rules
-from mergekit_himerging.analysis.data import TaskData, read_task
+from mergekit_himerging.analysis.data import (
+    TaskData,
+    bound_task,
+    read_task,
+    read_task_rows,
+)
+from mergekit_himerging.analysis.drawing import MAX_TOKENS
 from mergekit_himerging.analysis.jobs import Job
 from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
+from mergekit_himerging.analysis.self_rows import make_self_rows
 from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.analysis.teachers import needs_teacher
-from mergekit_himerging.parameters import PARAMETERS, RecipeError, parse_bytes
+from mergekit_himerging.parameters import PARAMETERS, SELF, RecipeError, parse_bytes
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
-from mergekit_himerging.recipe import to_document
+from mergekit_himerging.recipe import TaskSettings, to_document
 from mergekit_himerging.tasks import describe_merge
 
 LOG = logging.getLogger(__name__)
@@ -211,14 +218,19 @@ def make_replay(merge: PlannedMerge, device: torch.device) -> Replay:
 
 
 def read_data(
-    merge: PlannedMerge, device: torch.device, accept_share: float
+    merge: PlannedMerge,
+    device: torch.device,
+    accept_share: float,
+    *,
+    may_draw: bool = True,
 ) -> list[TaskData]:
-    """Read every task's calibration data.
+    """Read every task's calibration data, or let the expert draw it from itself.
 
     Args:
         merge: whose tasks.
         device: where they will be run.
         accept_share: of the rows, those that do not choose.
+        may_draw: whether rows are drawn; else samples of their bounds stand for them.
 
     Raises:
         ValueError: the data cannot be used; the message names file and line.
@@ -237,19 +249,35 @@ def read_data(
         )
         if length
     ]
-    return [
-        read_task(
+    max_length = min([MAX_LENGTH, *lengths])
+    max_tokens = max(1, min(BATCH_CELLS.get(device.type, 8192), fitting))
+
+    def read(task: TaskSettings) -> TaskData:
+        rows: tuple[Row, ...] | None
+        if task.calibration == SELF:
+            rows = make_self_rows(merge, task, device, may_draw=may_draw)
+        else:
+            rows = read_task_rows(task, merge.folders)
+        if rows is None:
+            return bound_task(
+                task,
+                n_prompt=min(MAX_TOKENS, max_length // 2),
+                n_answer=min(MAX_TOKENS, max_length // 2),
+                accept_share=accept_share,
+                max_tokens=max_tokens,
+            )
+        return read_task(
             task,
-            folders=merge.folders,
+            rows,
             tokenizer=tokenizer,
             accept_share=accept_share,
             seed=merge.settings["seed"],
-            max_length=min([MAX_LENGTH, *lengths]),
+            max_length=max_length,
             vocab_size=config.vocab_size,
-            max_tokens=max(1, min(BATCH_CELLS.get(device.type, 8192), fitting)),
+            max_tokens=max_tokens,
         )
-        for task in merge.tasks
-    ]
+
+    return [read(task) for task in merge.tasks]
 
 
 def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
@@ -312,14 +340,6 @@ def _fingerprint(
             "dtype": merge.config.dtype,
         }
     )
-
-
-def folders_of(model: ModelReference) -> list[Path]:
-    """List the folders that hold a model's files, and its adapter's."""
-    folders = [Path(LoaderCache().get(model).index.base_path)]
-    if model.lora is not None:
-        folders += [p for p in (Path(model.lora.path),) if p.is_dir()]
-    return folders
 
 
 def pick_device(options: MergeOptions) -> torch.device:

@@ -6,6 +6,7 @@ from pathlib import Path
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from mergekit_himerging.parameters import SELF
 from mergekit_himerging.preflight.adapters import check_adapters
 from mergekit_himerging.preflight.configs import (
     check_configs,
@@ -14,6 +15,7 @@ from mergekit_himerging.preflight.configs import (
 )
 from mergekit_himerging.preflight.coverage import check_coverage
 from mergekit_himerging.preflight.deltas import check_deltas
+from mergekit_himerging.preflight.entry import recipe_folders
 from mergekit_himerging.preflight.finding import Finding, sort_findings
 from mergekit_himerging.preflight.heads import check_heads
 from mergekit_himerging.preflight.models import Model, read_models
@@ -23,12 +25,16 @@ from mergekit_himerging.preflight.quantised import check_quantised
 from mergekit_himerging.preflight.slices import check_slices
 from mergekit_himerging.preflight.vocabulary import check_vocabularies
 from mergekit_himerging.preflight.weights import check_weights
+from mergekit_himerging.recipe import read_tasks
 
 Check = Callable[[], Iterator[Finding]]
 
 
 def inspect_recipe(
-    config: MergeConfiguration, options: MergeOptions, out: Path | None
+    config: MergeConfiguration,
+    options: MergeOptions,
+    out: Path | None,
+    folders: Sequence[Path] = (),
 ) -> list[Finding]:
     """Check a recipe and its local models before MergeKit loads or plans anything.
 
@@ -39,6 +45,8 @@ def inspect_recipe(
         config: the recipe as it was given.
         options: MergeKit's.
         out: where the merge will be written; None where nowhere.
+        folders: where data is looked for before the working directory, beside that of
+            the recipe that a command was started with.
 
     Returns:
         All that is found, errors first.
@@ -50,6 +58,7 @@ def inspect_recipe(
             "configurations": lambda: check_configs(models),
             "slices": lambda: check_slices(config, models),
             "adapters": lambda: check_adapters(models, options),
+            "calibration": lambda: _check_namesake(config, folders),
         }
     )
     if out is not None:
@@ -83,6 +92,22 @@ def inspect_planned(merge: Planned) -> list[Finding]:
     if not any(finding.level == "error" for finding in found):
         found += _run({"deltas": lambda: check_deltas(merge, models)})
     return sort_findings(found)
+
+
+def _check_namesake(
+    config: MergeConfiguration, folders: Sequence[Path]
+) -> Iterator[Finding]:
+    """Warn of a file that has the name of what is no file."""
+    if not any(task.calibration == SELF for task in read_tasks(config)):
+        return
+    places = [*folders, *recipe_folders(), Path.cwd()]
+    found = next((folder / SELF for folder in places if (folder / SELF).exists()), None)
+    if found is not None:
+        yield Finding(
+            "warning",
+            f"'calibration: {SELF}' lets each expert draw rows from itself, and "
+            f"'{found}' is not read; a file of that name is './{SELF}'",
+        )
 
 
 def _list_shared(
