@@ -6,9 +6,10 @@ weights with w_m d_m. Invariant: one layer's weights are in memory at a time; ev
 block runs again on the way back, from the hidden state that went into it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -86,6 +87,83 @@ def measure_slopes(
     Raises:
         ValueError: hidden states need more than ``memory``.
     """
+    models = [task.settings.model for task in tasks]
+    by_layer: dict[int | None, list[PlannedTensor]] = {}
+    for tensor in merged:
+        by_layer.setdefault(tensor.layer, []).append(tensor)
+    deltas_of = {tensor.weight.name: tensor for tensor in plain}
+    slopes = np.zeros((len(tasks), len(replay.blocks), len(models)))
+    deltas: dict[str, dict[str, torch.Tensor]] = {}  # of the layer on the way back
+
+    def load(layer: int | None) -> dict[str, torch.Tensor]:
+        members = by_layer.get(layer, [])
+        return {
+            tensor.weight.name: merge_inputs(tensor, inputs, cuts)
+            for tensor, inputs in load_inputs(members, device)
+        }
+
+    def open_block(layer: int) -> tuple[Weights, Weights]:
+        leaves: dict[str, torch.Tensor] = {}
+        deltas.clear()
+        for tensor, inputs in load_inputs(by_layer.get(layer, []), device):
+            name = tensor.weight.name
+            leaves[name] = merge_inputs(tensor, inputs, cuts).to(replay.dtype)
+            strength = tensor.task.parameters["lambda"]
+            for part in make_parts(deltas_of[name], inputs, cuts):
+                if part.counts:
+                    delta = weigh_delta(part, inputs.base) * strength
+                    deltas.setdefault(name, {})[part.name] = delta
+        varied = {name: leaves[name].detach().clone() for name in deltas}
+        for leaf in varied.values():
+            leaf.requires_grad_()
+        return replay.pick_block({**leaves, **varied}, layer), varied
+
+    def add_up(layer: int, task: int, gradients: Weights) -> None:
+        for name, gradient in gradients.items():
+            for model, delta in deltas[name].items():
+                product = torch.sum(gradient * delta.to(gradient))
+                slopes[task, layer, models.index(model)] += float(product)
+
+    scores = take_back(
+        tasks, replay, load, open_block, add_up, memory=memory, progress=progress
+    )
+    return Slopes(scores, slopes)
+
+
+def take_back(
+    tasks: Sequence[TaskData],
+    replay: Replay,
+    load: Callable[[int | None], Weights],
+    open_block: Callable[[int], tuple[Weights, Weights]],
+    visit: Callable[[int, int, Weights], None],
+    *,
+    memory: int,
+    progress: Progress,
+    label: str = "slopes",
+) -> list[FloatArray]:
+    """Score tasks, and take the gradients of their mean scores back layer by layer.
+
+    The score of ``accuracy`` is, for the gradients, the log-probability of the right
+    option among all.
+
+    Args:
+        tasks: what is scored, on their choosing samples.
+        replay: the model to run.
+        load: a block's number, or None for all outside -> weights by MergeKit's names.
+        open_block: a block's number -> its weights by local name, and those of them
+            to differentiate by, under names of the caller's.
+        visit: told block, task (its place in ``tasks``) and the gradients under the
+            same names, ``[*weight]``, summed over all samples; once for each pair.
+        memory: bytes that hidden states may take.
+        progress: told of block forwards done.
+        label: what progress is told.
+
+    Returns:
+        Scores by task, ``[samples]``, in the task's metric.
+
+    Raises:
+        ValueError: hidden states need more than ``memory``.
+    """
     jobs = [
         (number, Job(task.settings.model, batch, "merged"))
         for number, task in enumerate(tasks)
@@ -100,19 +178,6 @@ def measure_slopes(
             f"slopes on all samples, got {memory / 2**20:.3g}MiB; raise it, or use "
             "fewer samples"
         )
-    models = [task.settings.model for task in tasks]
-    by_layer: dict[int | None, list[PlannedTensor]] = {}
-    for tensor in merged:
-        by_layer.setdefault(tensor.layer, []).append(tensor)
-    deltas_of = {tensor.weight.name: tensor for tensor in plain}
-
-    def load(layer: int | None) -> dict[str, torch.Tensor]:
-        members = by_layer.get(layer, [])
-        return {
-            tensor.weight.name: merge_inputs(tensor, inputs, cuts)
-            for tensor, inputs in load_inputs(members, device)
-        }
-
     outer = replay.pick_outer(load(None))
     streams = []
     with torch.no_grad():
@@ -124,7 +189,7 @@ def measure_slopes(
         for layer in range(n_layers):
             block = replay.pick_block(load(layer), layer)
             replay.with_block(layer, block, partial(_forward, streams, layer))
-            progress(len(jobs), f"slopes, forward, layer {layer + 1}/{n_layers}")
+            progress(len(jobs), f"{label}, forward, layer {layer + 1}/{n_layers}")
         read = [
             read_targets([s.hidden[-1]], replay, outer, s.job.batch)[0] for s in streams
         ]
@@ -132,25 +197,13 @@ def measure_slopes(
     for stream, coefficient in zip(streams, coefficients, strict=True):
         stream.gradient = _start_back(stream, coefficient, replay, outer)
     del outer
-    slopes = np.zeros((len(tasks), n_layers, len(models)))
     for layer in reversed(range(n_layers)):
-        leaves: dict[str, torch.Tensor] = {}
-        deltas: dict[str, dict[str, torch.Tensor]] = {}
-        for tensor, inputs in load_inputs(by_layer.get(layer, []), device):
-            name = tensor.weight.name
-            leaves[name] = merge_inputs(tensor, inputs, cuts).to(replay.dtype)
-            strength = tensor.task.parameters["lambda"]
-            for part in make_parts(deltas_of[name], inputs, cuts):
-                if part.counts:
-                    delta = weigh_delta(part, inputs.base) * strength
-                    deltas.setdefault(name, {})[part.name] = delta
-        leaves = {
-            name: leaf.detach().clone().requires_grad_() if name in deltas else leaf
-            for name, leaf in leaves.items()
-        }
-        _step_back(streams, layer, replay, leaves, deltas, models, slopes)
-        progress(3 * len(jobs), f"slopes, back, layer {layer + 1}/{n_layers}")
-    return Slopes(scores, slopes)
+        with torch.enable_grad():
+            block, varied = open_block(layer)
+            step = partial(_step_back, streams, layer, varied, visit)
+            replay.with_block(layer, block, step)
+        progress(3 * len(jobs), f"{label}, back, layer {layer + 1}/{n_layers}")
+    return scores
 
 
 def _forward(streams: Sequence[_Stream], layer: int, run: RunBlock) -> None:
@@ -243,34 +296,24 @@ def _split_targets(
 def _step_back(
     streams: Sequence[_Stream],
     layer: int,
-    replay: Replay,
-    leaves: Mapping[str, torch.Tensor],
-    deltas: Mapping[str, Mapping[str, torch.Tensor]],
-    models: Sequence[str],
-    slopes: FloatArray,
+    varied: Weights,
+    visit: Callable[[int, int, Weights], None],
+    run: RunBlock,
 ) -> None:
-    """Take every gradient back through one block and add up the slopes on its way."""
-    varied = [name for name in leaves if name in deltas]
-
-    def work(run: RunBlock) -> None:
-        for stream in streams:
+    """Take every gradient back through one block, task by task, and hand it on."""
+    for task, members in groupby(streams, key=lambda stream: stream.task):
+        sums: dict[str, torch.Tensor] = {}
+        for stream in members:
             hidden = stream.hidden.pop().detach().requires_grad_()
             with torch.enable_grad():
                 output = run(hidden, stream.recording.calls[layer])
             found = torch.autograd.grad(
                 output,
-                [hidden, *(leaves[name] for name in varied)],
+                [hidden, *varied.values()],
                 grad_outputs=stream.gradient,
-                allow_unused=True,
+                materialize_grads=True,  # zeros by weights that nothing ran through
             )
             stream.gradient = found[0]
             for name, gradient in zip(varied, found[1:], strict=True):
-                if gradient is None:
-                    continue
-                for model, delta in deltas[name].items():
-                    product = torch.sum(gradient * delta.to(gradient))
-                    slopes[stream.task, layer, models.index(model)] += float(product)
-
-    with torch.enable_grad():
-        block = replay.pick_block(leaves, layer)
-        replay.with_block(layer, block, work)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        visit(layer, task, sums)
