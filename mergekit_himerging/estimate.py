@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from mergekit_himerging.analysis.agreement import PAIR_BYTES
 from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.differences import SIGNS, count_forwards, plan_turns
+from mergekit_himerging.analysis.gradients import take_norms
 from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
 from mergekit_himerging.analysis.measured import BUDGET, EXACT_MEASUREMENTS, TRIES
@@ -104,7 +105,10 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
         way = merge.settings["measure"]
     passes = [
         chunk
-        for jobs in _list_passes(tasks, way)
+        for jobs in [
+            *_list_passes(tasks, way),
+            *(_list_gradient_passes(tasks) if merge.settings["gradients"] else ()),
+        ]
         for chunk in split_jobs(jobs, replay, memory)
     ]
     n_layers = len(replay.blocks)
@@ -132,6 +136,9 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
         n_heads = job.n_streams(n_layers)
         n_heads += len(job.fronts) if job.batch in taught else 0  # the expert's
         seconds += n_heads * job.batch.n_targets * per_target
+    # Each layer's, at the base and at every task's model.
+    if merge.settings["gradients"]:
+        seconds += 2 * len(tasks) * n_layers * _time_norms(variants.base)
 
     # What lies outside the blocks is read twice for a front, or once and kept.
     n_fronts = [
@@ -360,6 +367,28 @@ def _list_passes(
     ]
     whole = [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
     return [experts, *whole] if experts else whole
+
+
+def _list_gradient_passes(tasks: list[TaskData]) -> list[list[Job]]:
+    """List the jobs of each pass for gradients: at the base, then at each model."""
+    passes = []
+    for some in (tasks, *([task] for task in tasks)):
+        once = [
+            Job(task.settings.model, batch, "merged")
+            for task in some
+            for batch in task.choosing.batches
+        ]
+        passes += [once, once * (FORWARDS - 1)]
+    return passes
+
+
+def _time_norms(block: Weights) -> float:
+    """Time the norms of one layer's matrices, in seconds."""
+    matrices = [t.float() for t in block.values() if t.dim() in (2, 3)]
+    start = time.perf_counter()
+    for matrix in matrices:
+        take_norms(matrix)
+    return time.perf_counter() - start
 
 
 def _time_calls(

@@ -137,6 +137,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         _analysis("resolve", "rules", choices=("rules", "measured")),
         _analysis("measure", "first_order", choices=("first_order", "exact")),
         _analysis("objective", "mean", choices=("mean", "worst")),
+        _analysis("gradients", False, type=bool),
         _analysis("mixed", "degraded", choices=("degraded", "interfering")),
         _analysis("layer_density", 0.5, low=0, high=1, hint=LAYER_HINT),
         _analysis("layer_scale", 0.5, low=0, high=1, hint=LAYER_HINT),
@@ -168,7 +169,7 @@ RULES_ONLY = (
 )
 """What only the paper's rules read, and `resolve: measured` does not."""
 
-MEASURED_ONLY = ("measure", "objective", "task_weight", "floor")
+MEASURED_ONLY = ("measure", "objective", "gradients", "task_weight", "floor")
 """What only `resolve: measured` reads."""
 
 FOREIGN = {

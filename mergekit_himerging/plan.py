@@ -113,6 +113,8 @@ class Plan(Record):
         tasks: what was measured; as all below, for the reader, and absent from a plan
             that was written by hand.
         steps: how treatments that are chosen by measurement were found.
+        gradient_forwards: forward passes over the choosing samples that the tasks'
+            gradients took, besides those of the steps.
         guard: whether the treated merge held on other samples.
         recipe: what was planned, as MergeKit read it, without what only says where to
             write.
@@ -130,6 +132,7 @@ class Plan(Record):
     order: tuple[int, ...] = ()
     tasks: tuple[TaskReport, ...] = ()
     steps: tuple[StepReport, ...] = ()
+    gradient_forwards: Annotated[int, Field(ge=0)] = 0
     guard: GuardReport | None = None
     recipe: dict[str, Any] = Field({})
     warnings: tuple[str, ...] = ()

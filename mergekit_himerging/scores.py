@@ -5,9 +5,11 @@ a share of right answers (`accuracy`), or minus the divergence from the task's e
 nats per token (`agreement`).
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 
 class Record(BaseModel):
@@ -53,6 +55,61 @@ class Slope(Record):
     layer: int
     model: str
     slope: FiniteFloat
+
+
+Norm = Annotated[FiniteFloat, Field(ge=0)]
+
+
+class MatrixGradients(Record):
+    """Gradients of a task's mean score by one weight matrix of every layer.
+
+    Norms are in nats per token by unit of weight, on the choosing samples; of
+    ``accuracy`` the score is the log-probability of the right option among all.
+
+    Attributes:
+        matrix: its name in a block, as short as tells it apart, such as ``q_proj``.
+        layers: 0-based decoder blocks that have it, from the lowest up.
+        frobenius_base, nuclear_base: root of the squared entries' sum, and sum of the
+            singular values, of its gradient at the base; one for each of ``layers``.
+        frobenius_single, nuclear_single: the same at the task's own model.
+    """
+
+    matrix: str
+    layers: Annotated[tuple[int, ...], Field(min_length=1)]
+    frobenius_base: tuple[Norm, ...]
+    nuclear_base: tuple[Norm, ...]
+    frobenius_single: tuple[Norm, ...]
+    nuclear_single: tuple[Norm, ...]
+
+    @model_validator(mode="after")
+    def _a_norm_for_each_layer(self) -> Self:
+        for kind, place in product(("frobenius", "nuclear"), ("base", "single")):
+            norms = getattr(self, f"{kind}_{place}")
+            if len(norms) != len(self.layers):
+                raise ValueError(
+                    f"{kind}_{place} must have a number for each of "
+                    f"{len(self.layers)} layers, got {len(norms)} "
+                    f"(matrix '{self.matrix}')"
+                )
+        return self
+
+    @property
+    def difference_base(self) -> float | None:
+        """Mean absolute difference of the nuclear norms of neighbouring layers.
+
+        As in arXiv:2410.23743, at the base; None where one layer has the matrix.
+        """
+        return _mean_difference(self.nuclear_base)
+
+    @property
+    def difference_single(self) -> float | None:
+        """The same at the task's own model."""
+        return _mean_difference(self.nuclear_single)
+
+
+def _mean_difference(norms: Sequence[float]) -> float | None:
+    differences = [abs(after - before) for before, after in pairwise(norms)]
+    return sum(differences) / len(differences) if differences else None
 
 
 class StepReport(Record):
@@ -118,6 +175,7 @@ class TaskReport(WholeScores):
         slopes: every (layer, model)'s, where they are.
         task_weight: how much the task counts in what is raised; 0 is not at all.
         floor: recovered gain that it was not to fall below; None without one.
+        gradients: every weight matrix's, where the recipe asks for them.
     """
 
     model: str
@@ -133,6 +191,7 @@ class TaskReport(WholeScores):
     slopes: tuple[Slope, ...] = ()
     task_weight: FiniteFloat = 1.0
     floor: FiniteFloat | None = None
+    gradients: tuple[MatrixGradients, ...] = ()
 
 
 class GuardReport(Record):

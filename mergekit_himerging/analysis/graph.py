@@ -176,7 +176,17 @@ class PlannedWeights:
         Raises:
             RecipeError: a tensor cannot be merged; the message names it.
         """
-        found = self._load(None, {front}, {model})
+        return self.load_front(front, model, None)
+
+    def load_front(
+        self, front: Front, model: str, layer: int | None
+    ) -> dict[str, torch.Tensor]:
+        """Load one block, or with None what lies outside, of one front alone.
+
+        Raises:
+            RecipeError: a tensor cannot be merged; the message names it.
+        """
+        found = self._load(layer, {front}, {model})
         if front == "single":
             return found.singles[model]
         return found.base if front == "base" else found.merged

@@ -23,6 +23,10 @@ from mergekit_himerging.analysis.contribution import (
     resolve_conflicts,
 )
 from mergekit_himerging.analysis.data import Probes, TaskData
+from mergekit_himerging.analysis.gradients import (
+    GRADIENT_FORWARDS,
+    measure_gradients,
+)
 from mergekit_himerging.analysis.graph import Cuts, PlannedWeights, Reference
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
 from mergekit_himerging.analysis.measured import Measure, choose_factors, pick_way
@@ -37,6 +41,7 @@ from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import (
     GuardReport,
     LayerScores,
+    MatrixGradients,
     Slope,
     StepReport,
     TaskReport,
@@ -59,6 +64,7 @@ class AnalysisSettings:
         resolve: how treatments are chosen.
         measure: how slopes are measured where they are.
         objective: what is raised then.
+        gradients: whether every weight matrix's gradient is measured too.
         guard: whether the plain merge may be put back.
         memory: bytes that hidden states may take.
     """
@@ -71,6 +77,7 @@ class AnalysisSettings:
     resolve: Literal["rules", "measured"] = "rules"
     measure: Measure = "first_order"
     objective: Kind = "mean"
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +154,35 @@ def analyse_merge(
     guard = _judge(accepting, after, _gains(choosing, settings), settings, aims)
     if guard.acted:
         treatments = _put_back(treatments)
+    gradients: Sequence[tuple[MatrixGradients, ...]] = [()] * len(tasks)
+    if settings.gradients:
+        gradients = measure_gradients(
+            engine.resolve(None),
+            tasks,
+            engine.replay,
+            device=engine.device,
+            memory=settings.memory,
+            cuts=engine.cuts,
+            progress=engine.progress,
+        )
     return skeleton.model_copy(
         update={
             "treatments": treatments,
             "order": outcome.order,
             "steps": outcome.steps,
+            "gradient_forwards": GRADIENT_FORWARDS if settings.gradients else 0,
             "tasks": tuple(
-                _report(task, details, choosing, accepting, outcome.treated, guard)
-                for task, details in zip(tasks, outcome.details, strict=True)
+                _report(
+                    task,
+                    {**details, "gradients": found},
+                    choosing,
+                    accepting,
+                    outcome.treated,
+                    guard,
+                )
+                for task, details, found in zip(
+                    tasks, outcome.details, gradients, strict=True
+                )
             ),
             "guard": guard,
         }

@@ -30,6 +30,7 @@ from mergekit_himerging.analysis.data import (
     read_task_rows,
 )
 from mergekit_himerging.analysis.drawing import MAX_TOKENS
+from mergekit_himerging.analysis.gradients import GRADIENT_FORWARDS
 from mergekit_himerging.analysis.jobs import Job
 from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay
@@ -148,7 +149,11 @@ def _analyse(
             settings["measure"], n_layers=n_layers, n_models=len(tasks)
         ).budget
     with _show_progress(
-        tasks, n_layers, budget=budget, quiet=merge.options.quiet
+        tasks,
+        n_layers,
+        budget=budget,
+        gradients=settings["gradients"],
+        quiet=merge.options.quiet,
     ) as progress:
         return analyse_merge(
             skeleton,
@@ -160,6 +165,7 @@ def _analyse(
                 resolve=settings["resolve"],
                 measure=settings["measure"],
                 objective=settings["objective"],
+                gradients=settings["gradients"],
                 guard=settings["guard"],
                 memory=memory,
             ),
@@ -352,7 +358,12 @@ def pick_device(options: MergeOptions) -> torch.device:
 
 @contextmanager
 def _show_progress(
-    tasks: Sequence[TaskData], n_layers: int, *, budget: int | None, quiet: bool
+    tasks: Sequence[TaskData],
+    n_layers: int,
+    *,
+    budget: int | None,
+    gradients: bool,
+    quiet: bool,
 ) -> Iterator[Progress]:
     """Show block forwards done; a further round of analysis is added as it begins.
 
@@ -366,6 +377,8 @@ def _show_progress(
             again += calls if budget is None else budget * n_layers
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
         wholes += (3 + needs_teacher(task)) * n_layers * n_batches
+        if gradients:
+            wholes += GRADIENT_FORWARDS * n_layers * len(task.choosing.batches)
         again += n_layers * n_batches
     if quiet:
         yield lambda calls, label: None

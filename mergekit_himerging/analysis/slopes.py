@@ -314,6 +314,8 @@ def _step_back(
                 materialize_grads=True,  # zeros by weights that nothing ran through
             )
             stream.gradient = found[0]
-            for name, gradient in zip(varied, found[1:], strict=True):
-                sums[name] = sums[name] + gradient if name in sums else gradient
+            for name, part in zip(varied, found[1:], strict=True):
+                # Over many batches short dtypes would lose what is small.
+                part = part.to(torch.promote_types(part.dtype, torch.float32))
+                sums[name] = sums[name] + part if name in sums else part
         visit(layer, task, sums)
