@@ -186,7 +186,7 @@ def show(plan: Path, as_json: bool) -> None:
     help="Image to write; .png or .svg.",
 )
 def plot(plan: Path, out: Path) -> None:
-    """Draw contributions, conflicts and treatments over the layers.
+    """Draw what was measured and done over the layers.
 
     \b
     mergekit-himerging plot merged/ --out layers.svg

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.scores import TaskReport
+from mergekit_himerging.views.factors import describe_choice
 
 
 def summarize(plan: Plan) -> str:
@@ -47,6 +48,7 @@ def describe_way(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     short = {task.model: f"task {number}" for number, task in enumerate(plan.tasks, 1)}
+    names = {model: f"'{model}'" for model in plan.models} | short
     for task in plan.tasks:
         unit = "share right" if task.metric == "accuracy" else "nats per token"
         yield f"{short[task.model]}: '{task.model}', score in {unit}, higher is better"
@@ -81,6 +83,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             f"{', breaks a floor' if step.breaks_floor else ''} "
             f"({step.forwards} forward passes)"
         )
+    for name, text in describe_choice(plan, names).items():
+        yield f"{name}: {text}"
     for task in plan.tasks:
         yield _whole(short[task.model], task)
         if describe_aim(task):

@@ -8,7 +8,7 @@ import mergekit_himerging
 ORDER = (
     *("files", "names", "parameters", "staging", "kernel", "scores"),
     "analysis.contribution",
-    *("recipe", "scope", "method", "plan", "tasks", "report"),
+    *("recipe", "scope", "method", "plan", "tasks"),
     *("union", "seam", "preflight.finding", "preflight.headers"),
     *("preflight.checkpoint", "preflight.models", "preflight.samples"),
     *("preflight.quantised", "preflight.heads", "preflight.vocabulary"),
@@ -17,7 +17,8 @@ ORDER = (
     *("preflight.coverage", "preflight.deltas", "preflight.entry"),
     *("preflight.inspect", "preflight", "planning", "verify"),
     *("export.filters", "export.breadcrumbs", "export.recipe"),
-    *("views.words", "views.table", "views.plot", "views.markdown", "merged_folder"),
+    *("views.words", "views.factors", "report", "views.table", "views.panels"),
+    *("views.plot", "views.markdown", "merged_folder"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
     *("analysis.overlap", "analysis.calibration", "analysis.data"),
     *("analysis.replay", "analysis.jobs", "analysis.agreement", "analysis.selfcheck"),

@@ -168,8 +168,12 @@ def test_measured_plan_is_shown_in_every_view(school, tmp_path):
     Console(file=out, width=240).print(render_plan(plan))
     text = out.getvalue()
     changed = [t for t in plan.treatments if t.action == "set"]
-    assert all(f"{t.weight_factor:g} of weight" in text for t in changed)
-    assert "slope" in write_report(plan, recipe=yaml.safe_dump(recipe), plot=None)
+    report = write_report(plan, recipe=yaml.safe_dump(recipe), plot=None)
+    cost = f"in {plan.steps[-1].forwards} forward passes over the choosing samples"
+    assert changed
+    for view in (text, report):
+        assert all(f" {t.weight_factor:g} " in view for t in changed)
+        assert cost in view
     draw_plan(plan, tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").stat().st_size > 1000
     assert plan_as_json(plan)

@@ -268,6 +268,8 @@ def test_json_holds_the_plan_and_what_follows_from_it():
         "recovered_gain": {
             name: {"choosing": shares, "judging": shares} for name in (EN, ZH)
         },
+        "measurement": None,
+        "gradient_differences": {},
     }
     assert "中文专家" in plan_as_json(plan)
 
@@ -484,9 +486,10 @@ def test_svg_draws_no_error_bars_for_one_sample(tmp_path):
     assert not [e for e in root.iter() if e.get("id", "").startswith("standard-err")]
 
 
-def test_plot_of_a_bare_plan_is_the_strip_alone(tmp_path):
+def test_plot_of_a_bare_plan_has_factors_and_treatments_alone(tmp_path):
     texts, _ = draw_svg(make_bare_plan(), tmp_path)
-    assert {"treatment", "english", "dropped"} <= set(texts)
+    assert {"treatment", "english", "dropped", "factor below 1"} <= set(texts)
+    assert "english: factor on the weight" in texts
     assert "nats per token" not in texts
 
 

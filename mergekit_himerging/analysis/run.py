@@ -509,11 +509,17 @@ def _put_back(treatments: Sequence[Treatment]) -> tuple[Treatment, ...]:
             layer=treatment.layer,
             model=treatment.model,
             action="keep",
-            reason=f"guard put the plain merge back; proposed was {treatment.action}: "
-            + treatment.reason,
+            reason="guard put the plain merge back; proposed was "
+            f"{_describe_proposed(treatment)}: {treatment.reason}",
         )
         for treatment in treatments
     )
+
+
+def _describe_proposed(treatment: Treatment) -> str:
+    if treatment.action == "set":
+        return f"set to {treatment.weight_factor:g} of weight"
+    return treatment.action
 
 
 def _gains(whole: Mapping[str, _Whole], settings: AnalysisSettings) -> dict[str, float]:

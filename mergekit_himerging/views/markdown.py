@@ -15,6 +15,15 @@ from mergekit_himerging.names import clean_text, is_local, shorten_names
 from mergekit_himerging.plan import PLAN_FILE, Plan
 from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import WholeScores
+from mergekit_himerging.views.factors import (
+    GRADIENT_HEADS,
+    GRADIENT_WORDS,
+    describe_choice,
+    is_measured,
+    list_factors,
+    list_gradients,
+    show_gradients,
+)
 from mergekit_himerging.views.words import (
     SCORES,
     UNITS,
@@ -53,6 +62,14 @@ _HOW_TO_READ = (
     "and factors in them stand on what the recipe resolves for each tensor."
 )
 
+_HOW_TO_READ_FACTORS = (
+    "A factor stands on the weight that the recipe gives a model's delta in a layer: 1 "
+    "is the plain merge, 0 leaves the delta out. Factors were chosen by slopes, which "
+    "say how each task's score changes with a factor at the plain merge: below 0 the "
+    "delta harms the task there. Steps were chosen on the choosing samples and checked "
+    "on the judging ones. All slopes stand in the plan."
+)
+
 
 def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
     """Write the report of a merged folder.
@@ -74,16 +91,18 @@ def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
         f"{_LINK}: {summarize_plan(plan)}",
         *_list_models(plan, labels),
         "## How to read it",
-        _HOW_TO_READ,
+        _HOW_TO_READ_FACTORS if is_measured(plan) else _HOW_TO_READ,
         "## What was measured",
         *(_tabulate_data(plan, labels) or ["Nothing: the plan has no scores."]),
         *_with_head(
             "## Scores", [*_tabulate_scores(plan, labels), *_list_aims(plan, labels)]
         ),
-        *_with_head("## Layers", _tabulate_layers(list_rows(plan), labels)),
+        *_with_head("## Choice", _list_choice(plan, labels)),
+        *_with_head("## Layers", _tabulate_done(plan, list_rows(plan), labels)),
+        *_with_head("## Gradients", _tabulate_gradients(plan, labels)),
     ]
     if plot is not None:
-        blocks.append(f"![Contributions, conflicts and treatments]({quote(plot)})")
+        blocks.append(f"![What was measured and done by layer]({quote(plot)})")
     if plan.order:
         blocks.append(f"Worst layers first: {', '.join(map(str, plan.order))}.")
     blocks += ["## Guard", f"Guard: {_tell(describe_guard(plan), labels)}."]
@@ -124,7 +143,7 @@ def write_card_section(plan: Plan, *, recipe: str | None) -> str:
         *_list_models(plan, labels),
         *_tabulate_scores(plan, labels),
         *_list_aims(plan, labels),
-        *_tabulate_layers(treated, labels),
+        *_tabulate_done(plan, treated, labels),
     ]
     if plan.guard is not None:
         blocks.append(f"Guard: {_tell(describe_guard(plan), labels)}.")
@@ -219,6 +238,34 @@ def _show_scores(scores: WholeScores) -> Iterator[str]:
     yield show_number(scores.score_treated)
     yield show_share(scores.recovered_merged)
     yield show_share(scores.recovered_treated)
+
+
+def _list_choice(plan: Plan, labels: Mapping[str, str]) -> list[str]:
+    facts = describe_choice(plan, labels)
+    lines = [f"- {name}: {escape_markdown(text)}" for name, text in facts.items()]
+    return ["\n".join(lines)] if lines else []
+
+
+def _tabulate_done(
+    plan: Plan, rows: Sequence[Row], labels: Mapping[str, str]
+) -> list[str]:
+    """Tabulate layers: measured factors by model, or each layer's scores and reason."""
+    if not is_measured(plan):
+        return _tabulate_layers(rows, labels)
+    if not rows:
+        return []
+    heads = ["Layers", *(escape_markdown(labels[model]) for model in plan.models)]
+    return _make_table(heads, [(name, *cells) for name, cells in list_factors(plan)])
+
+
+def _tabulate_gradients(plan: Plan, labels: Mapping[str, str]) -> list[str]:
+    heads = ("Task", "Matrix", *(head.capitalize() for head in GRADIENT_HEADS))
+    rows = [
+        (labels[row.model], row.matrix, *show_gradients(row))
+        for row in list_gradients(plan)
+    ]
+    words = f"{GRADIENT_WORDS[0].upper()}{GRADIENT_WORDS[1:]}."
+    return [words, *_make_table(heads, rows)] if rows else []
 
 
 def _tabulate_layers(rows: Iterable[Row], labels: Mapping[str, str]) -> list[str]:

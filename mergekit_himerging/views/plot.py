@@ -1,12 +1,10 @@
-"""A plan as a plot: contributions, conflicts and treatments over the layers.
+"""A plan as a plot: what was measured and done over the layers.
 
-Invariant: the colours are told apart in colour blindness (Okabe and Ito) and never say
-anything that a marker, a line style or a hatch does not say too.
+Invariant: looks are chosen as in ``panels``; equal plans give equal plots.
 """
 
 import io
 import logging
-import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +14,23 @@ from mergekit_himerging.files import write_bytes
 from mergekit_himerging.names import shorten_names
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.scores import TaskReport
+from mergekit_himerging.views.factors import is_measured, list_slopes, list_weights
+from mergekit_himerging.views.panels import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PLACES,
+    PURPLE,
+    SKY,
+    VERMILION,
+    draw_factors,
+    draw_gradients,
+    draw_slopes,
+    mark_layers,
+    set_title,
+    span_factors,
+    wrap_name,
+)
 from mergekit_himerging.views.words import DONE, UNITS, list_names
 
 if TYPE_CHECKING:
@@ -23,9 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOG = logging.getLogger(__name__)
-
-BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
-SKY, ORANGE, PURPLE = "#56B4E9", "#E69F00", "#CC79A7"
 
 ALONE: Mapping[str, Any] = {"color": BLUE, "marker": "o", "linestyle": "-"}
 MERGED: Mapping[str, Any] = {"color": ORANGE, "marker": "s", "linestyle": "--"}
@@ -41,12 +53,14 @@ FORMATS = (".png", ".svg")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """Draw contributions, conflicts and treatments over the layers.
+    """Draw what was measured and done over the layers.
 
     For each task contributions alone and merged and, beside them, conflicts with a bar
-    of one standard error on each side, in the unit of the task's metric; below, what
-    was done with each model in each layer. Equal plans give equal bytes under one
-    version of matplotlib.
+    of one standard error on each side, in the unit of the task's metric; for each model
+    the factor on its weight and, where treatments were chosen by measurement, the
+    slopes; nuclear norms of gradients at the base and alone; below, what else was done
+    with each model in each layer. Equal plans give equal bytes under one version of
+    matplotlib.
 
     Args:
         plan: with scores or treatments; without scores only the treatments are drawn.
@@ -77,7 +91,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
         ) from error
 
     labels = shorten_names(list_names(plan), all_names=True)
-    shown = [labels[name] for name in (*plan.models, *(task.model for task in tasks))]
+    models = dict.fromkeys([*plan.models, *(task.model for task in plan.tasks)])
+    shown = [labels[model] for model in models]
     fonts = _pick_fonts(shown, is_embedded=suffix == ".png")
     settings: dict[str, Any] = {
         "font.family": fonts,
@@ -98,31 +113,82 @@ def _draw(
 ) -> bytes:
     from matplotlib.figure import Figure
 
-    strip_height = 0.7 + 0.3 * len(plan.models)
-    heights = [2.4] * len(tasks) + [strip_height]
+    graded = [task for task in plan.tasks if task.gradients]
+    weighted = list(plan.models) if _has_factors(plan) else []
+    has_strip = _needs_strip(plan)
+    heights = [2.4] * len(tasks)
+    heights += [2.0 if is_measured(plan) else 1.4] * len(weighted)
+    heights += [0.7 + 0.3 * len(plan.models)] * has_strip + [2.6] * len(graded)
     width = min(24.0, max(9.0, 4.0 + 0.15 * plan.n_layers))
     figure = Figure((width, sum(heights) + 0.8), dpi=150, layout="constrained")
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-    handles: list[Artist] = []
-    for number, task in enumerate(tasks):
-        name = textwrap.fill(labels[task.model], 40)
-        left = figure.add_subplot(grid[number, 0])
-        right = figure.add_subplot(grid[number, 1])
-        _draw_contributions(left, task, name)
-        _draw_conflicts(right, task, name, number + 1)
-        for axes in (left, right):
-            _mark_layers(axes, plan.n_layers)
-            if number == 0:
-                handles += axes.get_legend_handles_labels()[0]
-    strip = figure.add_subplot(grid[len(tasks), :])
-    handles += _draw_treatments(strip, plan, labels)
-    _mark_layers(strip, plan.n_layers)
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    names = {model: wrap_name(label, 36) for model, label in labels.items()}
+    rows = iter(range(len(heights)))
+    for number, task in enumerate(tasks, 1):
+        row = next(rows)
+        left, right = (figure.add_subplot(grid[row, side]) for side in (0, 1))
+        _draw_contributions(left, task, names[task.model])
+        _draw_conflicts(right, task, names[task.model], number)
+    weights = {model: list_weights(plan, model) for model in weighted}
+    span = span_factors(w for found in weights.values() for w in found.values())
+    for model in weighted:
+        row = next(rows)
+        slopes = list_slopes(plan, model)
+        is_wide = not is_measured(plan)
+        left = figure.add_subplot(grid[row, :] if is_wide else grid[row, 0])
+        draw_factors(left, weights[model], names[model])
+        left.set_ylim(span)
+        if not is_wide:
+            draw_slopes(figure.add_subplot(grid[row, 1]), *slopes, names[model])
+    patches: list[Artist] = []
+    if has_strip:
+        strip = figure.add_subplot(grid[next(rows), :])
+        patches = _draw_treatments(strip, plan, labels)
+    handles = _collect_handles(figure.axes)
+    figure.legend(handles=[*handles, *patches], loc="outside upper center", ncols=4)
+    of_gradients = []
+    for task in graded:
+        row = next(rows)
+        for side, place in enumerate(PLACES):
+            axes = figure.add_subplot(grid[row, side])
+            draw_gradients(axes, task, place, names[task.model])
+            of_gradients.append(axes)
+    if graded:
+        handles = _collect_handles(of_gradients)
+        figure.legend(handles=handles, loc="outside lower center", ncols=7)
+    for axes in figure.axes:
+        mark_layers(axes, plan.n_layers)
     buffer = io.BytesIO()
     is_svg = suffix == ".svg"
     metadata = {"Date": None, "Creator": None} if is_svg else {"Software": None}
     figure.savefig(buffer, format=suffix[1:], metadata=metadata)
     return buffer.getvalue()
+
+
+def _collect_handles(panels: Iterable["Axes"]) -> "list[Artist]":
+    """Collect the entries of a legend, each label once."""
+    handles: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    return list(handles.values())
+
+
+def _has_factors(plan: Plan) -> bool:
+    """Say whether some weight is changed, or could have been."""
+    return is_measured(plan) or any(t.action != "keep" for t in plan.treatments)
+
+
+def _needs_strip(plan: Plan) -> bool:
+    """Say whether factors on weights leave something of the treatments untold."""
+    if not is_measured(plan) or (plan.guard is not None and plan.guard.acted):
+        return True
+    return any(
+        treatment.action in ("shrink", "drop")
+        or treatment.density_factor != 1
+        or treatment.scale_factor != 1
+        for treatment in plan.treatments
+    )
 
 
 def _draw_contributions(axes: "Axes", task: TaskReport, name: str) -> None:
@@ -132,7 +198,7 @@ def _draw_contributions(axes: "Axes", task: TaskReport, name: str) -> None:
     merged = [s.contribution_merged for s in scores]
     axes.plot(layers, alone, label="alone", markersize=4, **ALONE)
     axes.plot(layers, merged, label="merged", markersize=4, **MERGED)
-    _title(axes, f"{name}: contribution", UNITS[task.metric])
+    set_title(axes, f"{name}: contribution", UNITS[task.metric])
 
 
 def _draw_conflicts(axes: "Axes", task: TaskReport, name: str, number: int) -> None:
@@ -148,7 +214,7 @@ def _draw_conflicts(axes: "Axes", task: TaskReport, name: str, number: int) -> N
     )
     for bars in container[2]:
         bars.set_gid(f"standard-errors-{number}")
-    _title(axes, f"{name}: conflict", UNITS[task.metric])
+    set_title(axes, f"{name}: conflict", UNITS[task.metric])
 
 
 def _draw_treatments(
@@ -164,7 +230,7 @@ def _draw_treatments(
             axes.add_patch(
                 Rectangle(corner, 1, 0.8, edgecolor="black", linewidth=0.5, **look)
             )
-    names = [textwrap.fill(labels[model], 28) for model in plan.models]
+    names = [wrap_name(labels[model], 28) for model in plan.models]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     put_back = plan.guard is not None and plan.guard.acted
@@ -177,20 +243,6 @@ def _draw_treatments(
         for action, look in TREATED.items()
         if action in shown
     ]
-
-
-def _title(axes: "Axes", title: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.set_xlabel("layer number")
-    axes.set_ylabel(unit)
-    axes.axhline(0, color="black", linewidth=0.8)
-
-
-def _mark_layers(axes: "Axes", n_layers: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlim(-0.6, n_layers - 0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _pick_fonts(texts: Iterable[str], *, is_embedded: bool) -> list[str]:

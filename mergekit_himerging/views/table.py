@@ -12,6 +12,19 @@ from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import TaskReport, WholeScores
+from mergekit_himerging.views.factors import (
+    GRADIENT_HEADS,
+    GRADIENT_WORDS,
+    Extreme,
+    describe_choice,
+    find_extremes,
+    is_measured,
+    list_gradients,
+    list_layers,
+    list_slopes,
+    list_weights,
+    show_gradients,
+)
 from mergekit_himerging.views.words import (
     SCORES,
     UNITS,
@@ -46,8 +59,14 @@ def render_plan(plan: Plan) -> Group:
     labels = shorten_names(list_names(plan), all_names=True)
     rows = list_rows(plan)
     blocks = [_list_models(plan, labels)]
-    if rows:
+    if is_measured(plan):
+        # Their slopes are in the table.
+        rows = [row for row in rows if not row.reason.startswith("slope ")]
+        blocks += [_tabulate_slopes(plan, labels), *_list_reasons(rows, labels)]
+    elif rows:
         blocks += [_tabulate_layers(rows, labels), *_list_reasons(rows, labels)]
+    if any(task.gradients for task in plan.tasks):
+        blocks.append(_tabulate_gradients(plan, labels))
     if any(task.n_samples for task in plan.tasks):
         blocks.append(_tabulate_scores(plan.tasks, labels))
     blocks.append(_list_facts(plan, labels))
@@ -63,7 +82,10 @@ def plan_as_json(plan: Plan) -> str:
         An object with ``plan``, as in a plan file, and ``summary``: the sentence, the
         treated layers, the worst layers first, layers by action for each model, and
         on the samples that chose and on those that judged whether each floor is kept
-        (or null) and the recovered gain of each task's merges (a share, or null).
+        (or null) and the recovered gain of each task's merges (a share, or null); of
+        treatments chosen by measurement the steps, their cost and the extreme factors,
+        else null; and the difference of each gradient's nuclear norm between
+        neighbouring layers.
     """
     summary = {
         "sentence": summarize_plan(plan),
@@ -85,6 +107,18 @@ def plan_as_json(plan: Plan) -> str:
             }
             for task in plan.tasks
         },
+        "measurement": _summarize_choice(plan) if is_measured(plan) else None,
+        "gradient_differences": {
+            task.model: {
+                found.matrix: {
+                    "base": found.difference_base,
+                    "alone": found.difference_single,
+                }
+                for found in task.gradients
+            }
+            for task in plan.tasks
+            if task.gradients
+        },
     }
     content = {"plan": plan.model_dump(mode="json", by_alias=True), "summary": summary}
     return json.dumps(content, ensure_ascii=False, indent=2)
@@ -92,6 +126,21 @@ def plan_as_json(plan: Plan) -> str:
 
 def _recovered(scores: WholeScores) -> dict[str, float | None]:
     return {"merged": scores.recovered_merged, "treated": scores.recovered_treated}
+
+
+def _summarize_choice(plan: Plan) -> dict[str, object]:
+    def show(extreme: Extreme) -> dict[str, object]:
+        return {"factor": extreme.weight, "layers": dict(extreme.layers)}
+
+    largest, smallest = find_extremes(plan)
+    return {
+        "steps": len(plan.steps),
+        "steps_taken": sum(step.taken for step in plan.steps),
+        "forwards": plan.steps[-1].forwards if plan.steps else None,
+        "gradient_forwards": plan.gradient_forwards,
+        "largest": show(largest),
+        "smallest": show(smallest),
+    }
 
 
 def _list_models(plan: Plan, labels: Mapping[str, str]) -> Table:
@@ -124,6 +173,37 @@ def _tabulate_layers(rows: list[Row], labels: Mapping[str, str]) -> Table:
     for row in rows:
         numbers = show_layer(row) if is_measured else ()
         cells = [str(row.layer), labels[row.model], *numbers, row.done]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _tabulate_slopes(plan: Plan, labels: Mapping[str, str]) -> Table:
+    """Tabulate factors by layer and model, with the slopes that they come from."""
+    table = _make_table()
+    _add_number(table, "layer")
+    _add_words(table, "model")
+    for name in ("factor", "slope, own task", "other tasks"):
+        _add_number(table, name)
+    columns = {
+        model: (list_weights(plan, model), *list_slopes(plan, model))
+        for model in plan.models
+    }
+    for layer in list_layers(plan):
+        for model, (weights, *slopes_of) in columns.items():
+            slopes = [show_number(of.get(layer), sign="+") for of in slopes_of]
+            cells = [str(layer), labels[model], f"{weights[layer]:g}", *slopes]
+            table.add_row(*map(Text, cells))
+    return table
+
+
+def _tabulate_gradients(plan: Plan, labels: Mapping[str, str]) -> Table:
+    table = _make_table()
+    _add_words(table, "task")
+    _add_words(table, "matrix")
+    for name in GRADIENT_HEADS:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in list_gradients(plan):
+        cells = [labels[row.model], row.matrix, *show_gradients(row)]
         table.add_row(*map(Text, cells))
     return table
 
@@ -187,6 +267,14 @@ def _list_facts(plan: Plan, labels: Mapping[str, str]) -> Table:
     for task in plan.tasks:
         if describe_aim(task):
             facts[f"aim of {labels[task.model]}"] = describe_aim(task)
+    facts |= describe_choice(plan, labels)
+    if is_measured(plan):
+        facts["columns"] = (
+            "slopes in nats per token by the factor, at the plain merge: of the model's "
+            "own task, and the mean of the others; below 0 its delta harms there"
+        )
+    if any(task.gradients for task in plan.tasks):
+        facts["gradients"] = GRADIENT_WORDS
     facts["guard"] = shorten_sentence(describe_guard(plan), labels)
     grid = _make_grid()
     for name, text in facts.items():

@@ -32,7 +32,7 @@ DONE: Mapping[str, str] = {
     "keep": "kept",
     "shrink": "shrunk",
     "drop": "dropped",
-    "set": "set by hand",
+    "set": "set",
 }
 """What was done with a layer's delta, by action."""
 
