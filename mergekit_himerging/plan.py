@@ -28,7 +28,7 @@ PLAN_FILE = "hi_merging_plan.json"
 """Name of the plan in a merged folder."""
 
 MAX_PLAN_BYTES = 64 * 2**20
-"""Far above any real plan: 126 layers of 16 models take about 400 kB."""
+"""Far above any real plan: 126 layers of 16 models take 4 MB with all gradients."""
 
 Number = Annotated[FiniteFloat, Field(strict=True)]
 
