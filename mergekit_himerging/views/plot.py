@@ -36,6 +36,8 @@ from mergekit_himerging.views.words import DONE, UNITS, list_names
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.gridspec import GridSpec
 
 LOG = logging.getLogger(__name__)
 
@@ -129,17 +131,8 @@ def _draw(
         left, right = (figure.add_subplot(grid[row, side]) for side in (0, 1))
         _draw_contributions(left, task, names[task.model])
         _draw_conflicts(right, task, names[task.model], number)
-    weights = {model: list_weights(plan, model) for model in weighted}
-    span = span_factors(w for found in weights.values() for w in found.values())
     for model in weighted:
-        row = next(rows)
-        slopes = list_slopes(plan, model)
-        is_wide = not is_measured(plan)
-        left = figure.add_subplot(grid[row, :] if is_wide else grid[row, 0])
-        draw_factors(left, weights[model], names[model])
-        left.set_ylim(span)
-        if not is_wide:
-            draw_slopes(figure.add_subplot(grid[row, 1]), *slopes, names[model])
+        _draw_model(figure, grid, next(rows), plan, model, names)
     patches: list[Artist] = []
     if has_strip:
         strip = figure.add_subplot(grid[next(rows), :])
@@ -163,6 +156,25 @@ def _draw(
     metadata = {"Date": None, "Creator": None} if is_svg else {"Software": None}
     figure.savefig(buffer, format=suffix[1:], metadata=metadata)
     return buffer.getvalue()
+
+
+def _draw_model(
+    figure: "Figure",
+    grid: "GridSpec",
+    row: int,
+    plan: Plan,
+    model: str,
+    names: Mapping[str, str],
+) -> None:
+    """Draw one model's factors, on the scale of all models', and beside them slopes."""
+    has_slopes = is_measured(plan)
+    left = figure.add_subplot(grid[row, 0] if has_slopes else grid[row, :])
+    draw_factors(left, list_weights(plan, model), names[model])
+    every = (list_weights(plan, other) for other in plan.models)
+    left.set_ylim(span_factors(w for weights in every for w in weights.values()))
+    if has_slopes:
+        right = figure.add_subplot(grid[row, 1])
+        draw_slopes(right, *list_slopes(plan, model), names[model])
 
 
 def _collect_handles(panels: Iterable["Axes"]) -> "list[Artist]":
