@@ -259,6 +259,6 @@ def test_plan_carries_gradients_and_their_cost_apart_from_the_steps(school, tmp_
 @pytest.mark.parametrize("setting", ["gradients: true", "preset: paper, gradients: 1"])
 def test_gradients_without_measurement_are_refused(setting):
     assert problems_of(WITH_DATA % setting) == [
-        "'gradients' must come with 'resolve: measured', got 'resolve: rules', which "
-        "takes no gradients; set 'resolve: measured', or remove 'gradients'"
+        "['gradients'] must come with 'resolve: measured', got 'resolve: rules', which "
+        "has no use for it; remove one of the two"
     ]

@@ -270,8 +270,8 @@ def _list_facts(plan: Plan, labels: Mapping[str, str]) -> Table:
     facts |= describe_choice(plan, labels)
     if is_measured(plan):
         facts["columns"] = (
-            "slopes in nats per token by the factor, at the plain merge: of the model's "
-            "own task, and the mean of the others; below 0 its delta harms there"
+            "slopes are in nats per token by the factor, at the plain merge: of the "
+            "model's own task, and the mean of the others; below 0 a delta harms there"
         )
     if any(task.gradients for task in plan.tasks):
         facts["gradients"] = GRADIENT_WORDS
