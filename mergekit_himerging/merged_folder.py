@@ -29,12 +29,20 @@ from mergekit_himerging.views.words import list_names
 PLOT_FILE = "hi_merging_plot.svg"
 """Name of the plot in a merged folder."""
 
+OUR_FILES = (PLAN_FILE, REPORT_FILE, PLOT_FILE)
+"""What only a merge of ours leaves in a folder."""
+
 CARD_FILE, RECIPE_FILE = "README.md", "mergekit_config.yml"
 """What MergeKit writes, with its copy of the recipe."""
 
 
 def finish_folder(
-    folder: Path, config: Any, *, hides_paths: bool, say: Callable[[str], None]
+    folder: Path,
+    config: Any,
+    *,
+    hides_paths: bool,
+    lines: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> None:
     """Write report, plot and card section of a merge.
 
@@ -43,11 +51,10 @@ def finish_folder(
         config: the recipe.
         hides_paths: local folders are cut from the names in all that lies in the
             folder: in the plan, and in MergeKit's copies of the recipe.
+        lines: what base and merge wrote in the smoke test.
         say: prints a line.
     """
     path = folder / PLAN_FILE
-    for name in (REPORT_FILE, PLOT_FILE):  # of an earlier merge
-        (find_target(folder) / name).unlink(missing_ok=True)
     plan = read_plan(path) if path.is_file() else None
     document = to_document(config)
     if hides_paths:
@@ -60,10 +67,35 @@ def finish_folder(
     if plan is not None:
         recipe = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
         plot = _try_plot(plan, folder / PLOT_FILE, say)
-        write_text(folder / REPORT_FILE, write_report(plan, recipe=recipe, plot=plot))
+        report = write_report(plan, recipe=recipe, plot=plot, lines=lines)
+        write_text(folder / REPORT_FILE, report)
         section = write_card_section(plan, recipe=recipe)
         say(f"report written to {find_target(folder) / REPORT_FILE}")
     _write_section(folder, section)
+
+
+def forget_merge(folder: Path) -> list[str]:
+    """Take away what tells of a merge that is no longer in a folder.
+
+    Args:
+        folder: where another merge has written its model.
+
+    Returns:
+        Names of the files that are gone, or that lost our section.
+
+    Raises:
+        OSError: a file cannot be read, written or removed.
+        ValueError: the card is not UTF-8.
+    """
+    gone = [name for name in OUR_FILES if (folder / name).is_file()]
+    for name in gone:
+        (folder / name).unlink()
+    card = folder / CARD_FILE
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    if BEGIN in text:
+        write_text(card, put_section(text, ""))
+        gone.append(f"the section of {CARD_FILE}")
+    return gone
 
 
 def _try_plot(plan: Plan, path: Path, say: Callable[[str], None]) -> str | None:

@@ -113,6 +113,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         ),
         Parameter("plan", str, "", whole_merge=True),
         Parameter("hide_paths", bool, False, whole_merge=True),
+        Parameter("smoke_test", bool, True, whole_merge=True),
         # The contribution analysis, per model.
         Parameter("calibration", str, "", per_model=True, whole_merge=True),
         _analysis(

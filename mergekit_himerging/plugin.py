@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ import click
 from mergekit_himerging import seam
 from mergekit_himerging.files import write_text
 from mergekit_himerging.method import HiMerging
+from mergekit_himerging.names import clean_text
 from mergekit_himerging.parameters import METHOD_NAME, RecipeError
 from mergekit_himerging.plan import PLAN_FILE, Plan, read_plan
 from mergekit_himerging.preflight import (
@@ -120,6 +120,7 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
             _merge(original, merge_config, out, options, config_source, run)
         else:
             original(merge_config, out_path, options, config_source)
+            _forget_merge(Path(out_path), merge_config.merge_method)
 
     return run_merge
 
@@ -152,24 +153,29 @@ def _merge(
     run: _Run,
 ) -> None:
     """Merge beside the target, check what was written, and move it there."""
-    from mergekit_himerging.merged_folder import finish_folder
+    from mergekit_himerging.merged_folder import OUR_FILES, finish_folder
+    from mergekit_himerging.smoke import try_merge
     from mergekit_himerging.verify import verify_folder
 
     is_new = not out.exists()
     given = config.model_copy(deep=True)
     token = _RUN.set(run)
     try:
-        with stage_folder(out) as staged:
+        with stage_folder(out, replaced=OUR_FILES) as staged:
             original(config, str(staged), options, source)
             verify_folder(
                 staged, run.tensors, out_dtype=given.out_dtype, device=options.device
             )
-            if (out / PLAN_FILE).exists():
-                shutil.copyfile(out / PLAN_FILE, staged / PLAN_FILE)
+            settings, lines = run.merge.settings, {}
+            if settings["smoke_test"]:
+                lines = try_merge(staged, run.tensors[0].task.base_model, options)
+                for who, text in lines.items():
+                    run.merge.say(f"smoke test, {who}: {clean_text(text)}")
             finish_folder(
                 staged,
                 given,
-                hides_paths=run.merge.settings["hide_paths"],
+                hides_paths=settings["hide_paths"],
+                lines=lines,
                 say=run.merge.say,
             )
     except BaseException:
@@ -180,13 +186,29 @@ def _merge(
         _RUN.reset(token)
 
 
+def _forget_merge(out: Path, method: str) -> None:
+    """Take away what an earlier merge of ours left where another method has written."""
+    from mergekit_himerging.merged_folder import forget_merge
+
+    try:
+        gone = forget_merge(out)
+    except (OSError, ValueError) as error:
+        LOG.warning("hi_merging: '%s' keeps what an earlier merge left: %s", out, error)
+        return
+    if gone:
+        LOG.warning(
+            "hi_merging: '%s' has replaced an earlier merge in '%s', so what told of "
+            "it is removed: %s",
+            *(method, out, ", ".join(gone)),
+        )
+
+
 def _wrap_plan_to_disk(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def plan_to_disk(self: Any, out_path: str) -> Any:
         if _is_ours(self.config):
-            target = str(find_target(Path(out_path)))
-            check_output(self.config, target)
-            self.himerging_out_path = target
+            check_output(self.config, str(find_target(Path(out_path))))
+            self.himerging_out_path = out_path
         return original(self, out_path)
 
     return plan_to_disk
@@ -308,7 +330,7 @@ def _write_plan(plan: Plan | None, files: list[Path], merge: Any) -> None:
             write_text(path, plan.to_json())
         except OSError as error:
             raise RecipeError(f"cannot write the plan to '{path}': {error}") from error
-        merge.say(f"plan written to {path}")
+        merge.say(f"plan written to {find_target(path.parent) / path.name}")
 
 
 def _remove_empty(folder: str) -> None:

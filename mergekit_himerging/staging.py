@@ -1,20 +1,22 @@
 """A merge is written beside its target and moved there when it is complete.
 
-Invariant: whatever ends a merge early, the target holds nothing that looks finished:
-at most the plan, which is written as soon as it exists.
+Invariant: whatever ends a merge early, a new target is not there and an earlier one is
+as it was; in the moment of the move itself, a target that exists is no model.
 """
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from mergekit_himerging.parameters import RecipeError
 
+CONFIG_FILE = "config.json"
+
 
 @contextlib.contextmanager
-def stage_folder(target: Path) -> Iterator[Path]:
+def stage_folder(target: Path, *, replaced: Collection[str] = ()) -> Iterator[Path]:
     """Yield a folder of the target's name to write into, and move what is in it.
 
     It lies beside a new target, and inside one that exists, which may be a disk of its
@@ -24,6 +26,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
 
     Args:
         target: a folder that exists or not; its parents are made.
+        replaced: names of files that the target loses where none was staged.
 
     Raises:
         RecipeError: nothing can be written there.
@@ -44,7 +47,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
         ) from error
     try:
         yield staged
-        _move(staged, target)
+        _move(staged, target, replaced)
     finally:
         shutil.rmtree(outer, ignore_errors=True)
 
@@ -57,12 +60,14 @@ def find_target(folder: Path) -> Path:
     return outer.parent if outer.name == f".{folder.name}.staged" else folder
 
 
-def _move(staged: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    # The index and the config last: without them nothing takes the folder for a model.
-    files = sorted(
-        staged.iterdir(), key=lambda path: (path.suffix == ".json", path.name)
-    )
+def _move(staged: Path, target: Path, replaced: Collection[str]) -> None:
+    if not target.exists():
+        os.replace(staged, target)
+        return
+    # Without a config nothing takes the folder for a model: it goes first, comes last.
+    for name in (CONFIG_FILE, *replaced):
+        (target / name).unlink(missing_ok=True)
+    files = sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_FILE)
     for path in files:
         to = target / path.name
         if path.is_dir() and to.is_dir():

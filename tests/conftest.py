@@ -1,6 +1,6 @@
 """Tiny real checkpoints, and MergeKit's own commands run inside the test process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,14 @@ def make_recipe(zoo: Path, *experts: str, **changes: Any) -> dict[str, Any]:
 def _one_thread() -> None:
     """Tensors here are so small that threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_smoke_tests() -> Iterator[None]:
+    """Let smoke tests load both models but write one token, which saves minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mergekit_himerging.smoke.N_TOKENS", 1)
+        yield
 
 
 RunRecipe = Callable[..., Result]

@@ -660,8 +660,8 @@ def test_edited_plan_is_followed(school, analysed, merge, tmp_path):
     assert_close(merged, bench.merged(factors_of(actions)))
 
 
-def test_plan_is_there_before_the_merge_begins(
-    school, run_recipe, tmp_path, monkeypatch
+def test_plan_is_kept_before_the_merge_begins(
+    school, run_recipe, tmp_path, cache, monkeypatch
 ):
     class PowerCutError(Exception):
         pass
@@ -672,9 +672,9 @@ def test_plan_is_there_before_the_merge_begins(
     monkeypatch.setattr("mergekit_himerging.method.merge_tensor", fail)
     result = run_recipe(make_analysis(school, tmp_path, "a", "b"))
     assert isinstance(result.exception, PowerCutError)
-    merged = tmp_path / "merged"
-    assert not list(merged.glob("*.safetensors"))
-    assert read_plan(merged / PLAN_FILE) == read_plan(tmp_path / "plan.json")
+    assert not (tmp_path / "merged").exists()
+    (kept,) = cache.iterdir()
+    assert read_plan(kept) == read_plan(tmp_path / "plan.json")
 
 
 def test_quiet_says_nothing_and_loud_says_all(school, tmp_path):
@@ -688,6 +688,7 @@ def test_quiet_says_nothing_and_loud_says_all(school, tmp_path):
         f"'{school}/a' on '{tmp_path}/a.jsonl': 2 samples choose, 2 accept",
         f"task 2: '{school}/b', score in nats per token, higher is better",
         "guard: the treated merge is",
+        f"hi_merging: plan kept in {tmp_path}/cache/",
         f"hi_merging: plan written to {tmp_path}/merged/{PLAN_FILE}",
         f"hi_merging: plan written to {tmp_path}/plan.json",
         "analysing",

@@ -32,7 +32,7 @@ ORDER = (
     *("evaluation.intervals", "evaluation.metrics", "evaluation.records"),
     *("evaluation.data", "evaluation.forward", "evaluation.options"),
     *("evaluation.scoring", "evaluation.generation", "evaluation.compare"),
-    *("evaluation.run", "evaluation.table", "evaluation.models"),
+    *("evaluation.run", "evaluation.table", "evaluation.models", "smoke"),
     *("plugin", "boot", "api", "__init__", "cli"),
 )
 PURE = (

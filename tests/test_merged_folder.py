@@ -195,6 +195,39 @@ def test_merge_without_a_plan_leaves_nothing_of_an_earlier_one(card, school, tmp
     assert "# merged\n" in text
 
 
+@pytest.mark.parametrize("card", ["--write-model-card", "--no-write-model-card"])
+def test_merge_by_another_method_leaves_nothing_of_an_earlier_one(
+    card, school, tmp_path, caplog
+):
+    out = tmp_path / "merged"
+    run(make_measured(school, tmp_path), out)
+    ties = make_recipe(school, "a", "b", merge_method="ties", parameters={"weight": 1})
+    run(ties, out, card)
+    assert not list_names(out) & OURS
+    text = (out / CARD_FILE).read_text(encoding="utf-8")
+    assert BEGIN not in text
+    assert END not in text
+    assert "# merged\n" in text
+    (said,) = (m for m in caplog.messages if "has replaced an earlier merge" in m)
+    assert f"'ties' has replaced an earlier merge in '{out}'" in said
+    assert all(name in said for name in OURS)
+    assert f"the section of {CARD_FILE}" in said or card == "--write-model-card"
+    caplog.clear()
+    run(ties, out)
+    assert not [m for m in caplog.messages if "hi_merging" in m]
+
+
+def test_merge_by_another_method_that_fails_leaves_the_earlier_one(school, tmp_path):
+    out = tmp_path / "merged"
+    run(make_measured(school, tmp_path), out)
+    before = read_texts(out)
+    recipe = make_recipe(school, "a", "b", merge_method="ties")  # without weights
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert run_command(mergekit_yaml, str(path), str(out)).exit_code != 0
+    assert read_texts(out) == before
+
+
 def test_merge_by_another_plan_renews_the_section_of_a_card_that_stays(
     school, tmp_path
 ):

@@ -617,7 +617,7 @@ def test_preset_sets_the_papers_reading():
         **{"confidence": 0.0, "rounds": 1, "reference": "full", "compare": "raw"},
         **{"guard": "report", "accept_share": 0.5, "seed": 3, "hide_paths": False},
         **{"resolve": "rules", "objective": "mean", "measure": "first_order"},
-            "gradients": False,
+        **{"gradients": False, "smoke_test": True},
         "analysis_memory": "4GB",
     }
 

@@ -53,7 +53,7 @@ BATCH_CELLS = {"cpu": 1024}
 """Tokens of a batch, padding included; 8192 on an accelerator."""
 
 
-NO_SETTINGS = ("plan", "plan_out", "analysis_memory", "hide_paths")
+NO_SETTINGS = ("plan", "plan_out", "analysis_memory", "hide_paths", "smoke_test")
 """Parameters that say where and how to work, and leave the outcome as it is."""
 
 
@@ -108,7 +108,7 @@ def make_plan(merge: PlannedMerge) -> Plan:
     except ValueError as error:
         raise RecipeError(str(error)) from error
     try:
-        keep_plan(fingerprint, plan)
+        merge.say(f"plan kept in {keep_plan(fingerprint, plan)}, for a rerun")
     except OSError as error:
         LOG.warning("hi_merging: the plan is not kept for later runs: %s", error)
     _warn_of_floors(plan)

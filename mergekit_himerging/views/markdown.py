@@ -71,13 +71,20 @@ _HOW_TO_READ_FACTORS = (
 )
 
 
-def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
+def write_report(
+    plan: Plan,
+    *,
+    recipe: str | None,
+    plot: str | None,
+    lines: Mapping[str, str] | None = None,
+) -> str:
     """Write the report of a merged folder.
 
     Args:
         plan: what was merged; with scores or without.
         recipe: the resolved recipe, YAML; its comments are left out.
         plot: the plot's file, relative to the report.
+        lines: what base and merge wrote in the smoke test, by words for them.
 
     Returns:
         Markdown with GitHub's tables, ending with a newline.
@@ -106,6 +113,7 @@ def write_report(plan: Plan, *, recipe: str | None, plot: str | None) -> str:
     if plan.order:
         blocks.append(f"Worst layers first: {', '.join(map(str, plan.order))}.")
     blocks += ["## Guard", f"Guard: {_tell(describe_guard(plan), labels)}."]
+    blocks += _with_head("## Smoke test", _tabulate("Who", "Text", lines or {}))
     blocks += _with_head(
         "## Warnings", [f"- {_tell(text, labels)}" for text in plan.warnings]
     )
