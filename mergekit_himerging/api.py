@@ -6,7 +6,6 @@ is changed.
 
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -30,7 +29,7 @@ from mergekit_himerging.analysis.data import read_task_rows
 from mergekit_himerging.analysis.run import treat_decisions
 from mergekit_himerging.analysis.session import make_plan as measure_plan
 from mergekit_himerging.analysis.session import pick_device, read_data
-from mergekit_himerging.estimate import Cost, estimate_cost, read_sizes
+from mergekit_himerging.estimate import Cost, check_space, estimate_cost, read_sizes
 from mergekit_himerging.evaluation import run
 from mergekit_himerging.evaluation.data import read_task, refuse_overlap
 from mergekit_himerging.evaluation.models import (
@@ -54,10 +53,10 @@ from mergekit_himerging.preflight import (
     inspect_recipe,
     raise_errors,
 )
-from mergekit_himerging.recipe import read_tasks
+from mergekit_himerging.recipe import check_size, read_tasks
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
-from mergekit_himerging.tasks import apply_plan, stored_itemsize
+from mergekit_himerging.tasks import apply_plan
 
 Recipe = str | Path | Mapping[str, Any] | MergeConfiguration
 """A recipe's file, its content, or what MergeKit made of it."""
@@ -339,7 +338,7 @@ def _check(
     if not collect(lambda: warnings.extend(raise_errors(inspect_planned(planned)))):
         return None
     if out is not None:
-        collect(_check_space, merge, out)
+        collect(check_space, merge, out)
     if merge.settings["plan"]:
         treated = collect(merge.read_plan)
         if treated is not None:
@@ -371,24 +370,6 @@ def _check_files(config: MergeConfiguration) -> None:
             problems.append(add_place(error, f"'{model}'"))
     if problems:
         raise RecipeError("\n".join(problems))
-
-
-def _check_space(merge: PlannedMerge, out: Path) -> None:
-    """Refuse a disk on which the merge does not fit."""
-    here = out.absolute()
-    folder = next(path for path in (here, *here.parents) if path.exists())
-    base = merge.config.base_model or merge.config.referenced_models()[0]
-    needed = sum(read_sizes(base).values())
-    stored = stored_itemsize(base)
-    dtype = dtype_from_name(merge.config.out_dtype or merge.config.dtype)
-    if stored is not None and dtype is not None:
-        needed = needed * dtype.itemsize // stored
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"the disk of '{folder}' must have {needed / 2**30:.2f} GiB for the merge, "
-            f"got {free / 2**30:.2f} GiB; free some, or write elsewhere"
-        )
 
 
 def evaluate(
@@ -571,6 +552,9 @@ def _read_recipe(recipe: Recipe) -> _Read:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"recipe '{path}' must be YAML: {reason}") from error
+    except Exception as error:  # of a value that is not what its tag says
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RecipeError(f"recipe '{path}' must be YAML, got {reason}") from error
     if not isinstance(document, Mapping):
         raise RecipeError(
             f"recipe '{path}' must be a mapping of keys, got {type(document).__name__}"
@@ -580,6 +564,10 @@ def _read_recipe(recipe: Recipe) -> _Read:
 
 
 def _to_config(document: Mapping[str, Any], what: str) -> MergeConfiguration:
+    try:
+        check_size(document)
+    except ValueError as error:
+        raise RecipeError(f"{what} {error}") from error
     try:
         return MergeConfiguration.model_validate(dict(document))
     except (ValidationError, RuntimeError) as error:

@@ -6,6 +6,7 @@ are extrapolated, from one block, one head call and one layer on this machine.
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError
 
@@ -29,7 +30,7 @@ from mergekit_himerging.analysis.session import make_replay, pick_device, read_d
 from mergekit_himerging.analysis.slopes import FORWARDS
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
 from mergekit_himerging.analysis.teachers import needs_teacher
-from mergekit_himerging.parameters import parse_bytes
+from mergekit_himerging.parameters import RecipeError, parse_bytes
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.tasks import PlannedTensor, apply_plan, stored_itemsize
 
@@ -208,6 +209,32 @@ def _count_bytes(*named: Weights) -> int:
     """Count the bytes of tensors, one that has several names once."""
     tensors = {id(tensor): tensor for weights in named for tensor in weights.values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def check_space(merge: PlannedMerge, out: Path) -> None:
+    """Check that the disk has room for a merge, as far as its base tells.
+
+    Args:
+        merge: as planned.
+        out: the output folder; it need not exist.
+
+    Raises:
+        RecipeError: it has not.
+    """
+    here = out.absolute()
+    folder = next(path for path in (here, *here.parents) if path.exists())
+    base = merge.config.base_model or merge.config.referenced_models()[0]
+    needed = sum(read_sizes(base).values())
+    stored = stored_itemsize(base)
+    dtype = dtype_from_name(merge.config.out_dtype or merge.config.dtype)
+    if stored is not None and dtype is not None:
+        needed = needed * dtype.itemsize // stored
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise RecipeError(
+            f"the disk of '{folder}' must have {needed / 2**30:.2f} GiB for the merge, "
+            f"got {free / 2**30:.2f} GiB; free some, or write elsewhere"
+        )
 
 
 def read_sizes(model: ModelReference) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Files written whole or not at all, and JSON read strictly."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,42 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def _read_float(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _refuse_constant(digits)
+
+
 STRICT_JSON = json.JSONDecoder(
-    parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
+    parse_constant=_refuse_constant,
+    parse_float=_read_float,
+    object_pairs_hook=_refuse_repeats,
 )
 """Raises ValueError, with the bare fact, for NaN, infinities and repeated fields."""
+
+MAX_DEPTH = 64
+"""Nesting of a file that is written by hand; no plan or recipe comes near."""
+
+
+def check_writable(value: object, depth: int = 0) -> None:
+    """Check that what was read from JSON can be written as JSON in UTF-8.
+
+    Raises:
+        ValueError: it is nested too deep, or a text has half of a surrogate pair; the
+            bare fact.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"must be nested at most {MAX_DEPTH} deep, got more")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_writable(key, depth)
+            check_writable(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_writable(item, depth + 1)
+    elif isinstance(value, str) and has_surrogates(value):
+        raise ValueError(f"must have Unicode text, got {value!a:.60}")
+
+
+def has_surrogates(text: str) -> bool:
+    """Tell whether a text has half of a surrogate pair, which UTF-8 cannot hold."""
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)

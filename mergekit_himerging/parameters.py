@@ -6,6 +6,7 @@ stands in `PARAMETERS`, and nowhere else.
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,6 +51,9 @@ class Parameter:
     analysis: bool = False
     hint: str = ""
 
+
+MAX_WHOLE = 2**63
+"""Beyond any count, and beyond what floats and formats take."""
 
 LAYER_HINT = "it is a factor on the model-wise value"
 
@@ -203,7 +207,7 @@ def check_value(parameter: Parameter, value: object) -> object:
         if value not in parameter.choices:
             allowed = ", ".join(parameter.choices)
             raise ValueError(
-                f"{parameter.name} must be one of {allowed}, got {value!r}"
+                f"{parameter.name} must be one of {allowed}, got {reprlib.repr(value)}"
             )
         return value
     is_number = parameter.type in (float, float | None, int, int | None)
@@ -215,12 +219,22 @@ def check_value(parameter: Parameter, value: object) -> object:
         words = {bool: "true or false", str: "a text"}
         whole = dict.fromkeys((int, int | None), "a whole number")
         wanted = (words | whole).get(parameter.type, "a number")
-        raise ValueError(f"{parameter.name} must be {wanted}, got {value!r}") from error
+        got = reprlib.repr(value)
+        raise ValueError(f"{parameter.name} must be {wanted}, got {got}") from error
     if is_number and checked is not None:
         _check_bounds(parameter, checked)
     if parameter.name == "analysis_memory":
         parse_bytes(str(checked))
+    if parameter.name == "plan_out" and value and not _is_json_path(str(value)):
+        raise ValueError(
+            f"plan_out must be a path that ends in .json, got {reprlib.repr(value)}"
+        )
     return checked
+
+
+def _is_json_path(text: str) -> bool:
+    """Tell whether a path may be written to by a recipe that someone else has made."""
+    return text.endswith(".json") and "\0" not in text
 
 
 def parse_bytes(text: str) -> int:
@@ -236,17 +250,19 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9.]+) *([kmgt]?)(?:i?b)?", text.strip().lower())
     try:
         amount = int(float(match[1]) * units[match[2]]) if match else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         amount = 0
     if amount <= 0:
         raise ValueError(
-            f"analysis_memory must be an amount above zero, got '{text}'; "
+            f"analysis_memory must be an amount above zero, got '{text:.40}'; "
             "write it as 4GB or 512MB"
         )
     return amount
 
 
 def _check_bounds(parameter: Parameter, value: float) -> None:
+    if abs(value) >= MAX_WHOLE and isinstance(value, int):
+        raise ValueError(f"{parameter.name} must be below 2**63, got more")
     if parameter.low <= value <= parameter.high and math.isfinite(value):
         return
     if math.isinf(parameter.low):

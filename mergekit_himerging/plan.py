@@ -8,6 +8,7 @@ and gradients may give several densities inside one layer.
 import json
 import re
 import reprlib
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,16 +20,24 @@ from pydantic import (
     model_validator,
 )
 
-from mergekit_himerging.files import STRICT_JSON
+from mergekit_himerging.files import STRICT_JSON, check_writable
 from mergekit_himerging.names import is_short_for
 from mergekit_himerging.recipe import resolve_model
-from mergekit_himerging.scores import GuardReport, Record, StepReport, TaskReport
+from mergekit_himerging.scores import (
+    GuardReport,
+    Name,
+    Record,
+    StepReport,
+    TaskReport,
+)
 
 PLAN_FILE = "hi_merging_plan.json"
 """Name of the plan in a merged folder."""
 
 MAX_PLAN_BYTES = 64 * 2**20
 """Far above any real plan: 126 layers of 16 models take 4 MB with all gradients."""
+
+MAX_MODELS = 100
 
 Number = Annotated[FiniteFloat, Field(strict=True)]
 
@@ -124,20 +133,20 @@ class Plan(Record):
     """
 
     version: Literal[1] = Field(alias="schema")
-    base: str
-    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    base: Name
+    models: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MAX_MODELS)]
     n_layers: Annotated[int, Field(ge=1, strict=True)]
     settings: dict[str, bool | int | FiniteFloat | str | None] = Field({})
     treatments: tuple[Treatment, ...] = ()
     order: tuple[int, ...] = ()
-    tasks: tuple[TaskReport, ...] = ()
+    tasks: Annotated[tuple[TaskReport, ...], Field(max_length=MAX_MODELS)] = ()
     steps: tuple[StepReport, ...] = ()
     gradient_forwards: Annotated[int, Field(ge=0)] = 0
     guard: GuardReport | None = None
     recipe: dict[str, Any] = Field({})
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = Field({})
-    inputs: dict[str, str] = Field({})
+    inputs: Annotated[dict[Name, str], Field(max_length=MAX_MODELS + 1)] = Field({})
 
     @model_validator(mode="after")
     def _treatments_fit(self) -> Self:
@@ -243,13 +252,18 @@ def read_plan(path: Path) -> Plan:
             names the file and the field.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if not (stat.S_ISREG(status.st_mode) or path.is_dir()):
+            raise ValueError("must be a file, got a device or pipe")
         if size > MAX_PLAN_BYTES:
             raise ValueError(
                 f"must be under {MAX_PLAN_BYTES >> 20} MiB, got {size >> 20} MiB"
             )
         text = path.read_text(encoding="utf-8-sig")
-        return Plan.model_validate(STRICT_JSON.decode(text))
+        content = STRICT_JSON.decode(text)
+        check_writable(content)
+        return Plan.model_validate(content)
     except OSError as error:
         raise ValueError(f"cannot read plan '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -307,7 +321,7 @@ def _first_problem(path: Path, error: ValidationError) -> str:
             ("a valid dictionary.*", "an object"),
         ):
             message = re.sub(words, ours, message)
-        message = re.sub("^(Input|Tuple) should", "must", message)
+        message = re.sub("^(Input|Tuple|String|Dictionary) should", "must", message)
         message += f", got {reprlib.repr(problem['input'])}"
     more = error.error_count() - 1
     return f"plan '{path}'{f', {place}' if place else ''}: {message}" + (

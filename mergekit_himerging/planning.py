@@ -75,7 +75,10 @@ class PlannedMerge:
         if self.tasks:
             self.say("'plan' is given, so calibration data is not used")
         tried = [folder / name for folder in self.folders]
-        path = next((path for path in tried if path.exists()), None)
+        try:
+            path = next((path for path in tried if path.exists()), None)
+        except OSError as error:  # as of a name that is too long
+            raise RecipeError(f"cannot read plan '{name}': {error.strerror}") from error
         if path is None:
             places = " or ".join(f"'{path}'" for path in dict.fromkeys(tried))
             raise RecipeError(f"plan must be a file, found none at {places}")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mergekit_himerging.files import MAX_DEPTH
 from mergekit_himerging.parameters import (
     FOREIGN,
     MEASURED_ONLY,
@@ -29,6 +30,9 @@ from mergekit_himerging.parameters import (
 
 TASK_VALUES = ("metric", "samples", "task_weight", "floor")
 """Parameters of a model's task, besides its data."""
+
+MAX_VALUES = 1_000_000
+"""Of a recipe; a gradient for each tensor of a large model has some thousands."""
 
 Level = Literal["recipe", "group", "model"]
 """Where ``parameters`` stand: at the top, in a slice or module, in a model."""
@@ -51,6 +55,28 @@ def check_document(raw: object, model: type[BaseModel]) -> list[str]:
     except (ValidationError, RuntimeError):  # MergeKit refuses it too, and says why
         return []
     return [_unknown_key(key, where) for key, where in _dropped_keys(raw, read, "")]
+
+
+def check_size(document: object) -> None:
+    """Refuse a document that grows without bound where its aliases are written out.
+
+    Raises:
+        ValueError: it is nested too deep, or has too many values; the bare fact.
+    """
+    counts: dict[int, int] = {}  # an alias leads to the same object again
+
+    def count(value: object, depth: int) -> int:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"must be nested at most {MAX_DEPTH} deep, got more")
+        if not isinstance(value, Mapping | list | tuple | set):
+            return 1
+        if id(value) not in counts:
+            items = [*value, *value.values()] if isinstance(value, Mapping) else value
+            counts[id(value)] = 1 + sum(count(item, depth + 1) for item in items)
+        return counts[id(value)]
+
+    if count(document, 0) > MAX_VALUES:
+        raise ValueError(f"must have at most {MAX_VALUES:,} values, got more")
 
 
 def find_repeated_keys(text: str) -> list[str]:

@@ -11,6 +11,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+Name = Annotated[str, Field(max_length=10_000)]
+"""Of a model or data: two paths and more."""
+
 
 class Record(BaseModel):
     """A part of a plan file: unknown fields are errors, values stay as they are."""
@@ -178,9 +181,9 @@ class TaskReport(WholeScores):
         gradients: every weight matrix's, where the recipe asks for them.
     """
 
-    model: str
+    model: Name
     metric: Literal["loss", "accuracy", "agreement"]
-    calibration: str
+    calibration: Name
     calibration_sha256: str = ""
     calibration_rows: tuple[str, ...] = ()
     n_tokens: int = 0

@@ -383,7 +383,7 @@ def test_check_finds_a_full_disk(school, tmp_path, monkeypatch):
         assert folder == tmp_path
         return type("Usage", (), {"free": 1000})
 
-    monkeypatch.setattr("mergekit_himerging.api.shutil.disk_usage", usage)
+    monkeypatch.setattr("mergekit_himerging.estimate.shutil.disk_usage", usage)
     recipe = make_measured(school, tmp_path)
     (problem,) = api.check(recipe, out=tmp_path / "new" / "merged").problems
     assert f"the disk of '{tmp_path}' must have 0.00 GiB" in problem

@@ -42,7 +42,10 @@ def read_rows(
         ValueError: there is no such file or dataset, it cannot be read, is too large or
             empty, or a row is not understood; the message names file and line.
     """
-    path = _find_file(source, folders)
+    try:
+        path = _find_file(source, folders)
+    except OSError as error:  # as of a name that is too long
+        raise ValueError(f"cannot read {source}: {error.strerror}") from error
     if path is None:
         records = _read_hub(source)
     else:
@@ -176,10 +179,17 @@ def _read_parquet(name: str, path: Path) -> Records:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    number = 0
+    number = n_bytes = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            # A dictionary and run lengths may stand for any amount of text.
+            for batch in file.iter_batches(batch_size=16):
+                n_bytes += batch.nbytes
+                if n_bytes > MAX_FILE_BYTES:
+                    raise ValueError(
+                        f"{name} must hold at most {_megabytes(MAX_FILE_BYTES)} of "
+                        "text, got more; keep some hundred rows of it"
+                    )
                 for record in batch.to_pylist():
                     number += 1
                     yield record, f"{name} row {number}"

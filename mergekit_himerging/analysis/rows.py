@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mergekit_himerging.files import has_surrogates
+
 Shape = Literal["completion", "choices", "messages", "instruction", "text", "prompt"]
 
 _KEYS: Mapping[Shape, tuple[str, ...]] = {
@@ -161,7 +163,7 @@ def _tell_shape(fields: Mapping[str, object], place: str, needs_answer: bool) ->
         options = ", or ".join(_name(keys) for keys in allowed.values())
         remedy = "; only metric 'agreement' takes a prompt alone" if is_bare else ""
         raise ValueError(
-            f"{place} must have {options}, got keys {sorted(fields)}{remedy}"
+            f"{place} must have {options}, got keys {_keys(fields)}{remedy}"
         )
     shape = complete[0]
     ours = {*_KEYS[shape], *_OPTIONAL.get(shape, ())}
@@ -169,7 +171,7 @@ def _tell_shape(fields: Mapping[str, object], place: str, needs_answer: bool) ->
     if foreign:
         raise ValueError(
             f"{place} must have the keys of one shape, got {_name(_KEYS[shape])} with "
-            f"{_name(foreign)} (keys {sorted(fields)}); remove or rename what is not "
+            f"{_name(foreign)} (keys {_keys(fields)}); remove or rename what is not "
             "meant"
         )
     return shape
@@ -248,7 +250,7 @@ def _parse_messages(messages: object, place: str) -> Row:
         for number, message in enumerate(messages, start=1)
     )
     if not turns or turns[-1][0] != "assistant":
-        got = f"role '{turns[-1][0]}'" if turns else "none"
+        got = f"role {_brief(turns[-1][0])}" if turns else "none"
         raise ValueError(
             f"{place} must have an assistant's turn as its last message, the target, "
             f"got {got}"
@@ -270,7 +272,7 @@ def _parse_turn(message: object, place: str) -> tuple[str, str]:
     fields = {str(key): value for key, value in message.items() if value is not None}
     if fields.keys() != {"role", "content"}:
         raise ValueError(
-            f"{place} must have 'role' and 'content' alone, got keys {sorted(fields)}"
+            f"{place} must have 'role' and 'content' alone, got keys {_keys(fields)}"
         )
     role = _text(fields, "role", place)
     blank = role not in ("user", "assistant")
@@ -291,8 +293,8 @@ def _text(
         raise ValueError(f"{place} must have text as {what}, got {_brief(value)}")
     if not may_be_blank and not value.strip():
         raise ValueError(f"{place} must have text as {what}, got a blank one")
-    # Half of a surrogate pair, as '\ud83d' alone; no tokenizer takes one.
-    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+    # As '\ud83d' alone; no tokenizer takes one.
+    if has_surrogates(value):
         raise ValueError(f"{place} must have Unicode text as {what}, got {value!a:.60}")
     return value
 
@@ -300,6 +302,10 @@ def _text(
 def _name(keys: Iterable[str]) -> str:
     quoted = [f"'{key}'" for key in keys]
     return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted)
+
+
+def _keys(fields: Mapping[str, object]) -> str:
+    return _brief(sorted(fields))
 
 
 def _brief(value: object) -> str:
