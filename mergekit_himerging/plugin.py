@@ -274,6 +274,7 @@ def _treat(planner: Any, config: Any) -> None:
     """Find the plan, by analysis or by name, and put it into the planned tasks."""
     from mergekit_himerging import planning  # loads MergeKit's graph, which loads us
     from mergekit_himerging.analysis.session import make_plan
+    from mergekit_himerging.estimate import check_space
     from mergekit_himerging.report import summarize
 
     merge = planning.describe_planner(planner, config)
@@ -282,7 +283,10 @@ def _treat(planner: Any, config: Any) -> None:
     for text in sorted(set(warnings) - set(run.warnings)):
         LOG.warning("hi_merging: %s", text)
     warnings = sorted({*warnings, *run.warnings})
-    plan_files = _plan_files(planner, merge.settings["plan_out"])
+    out_path = getattr(planner, "himerging_out_path", None)
+    if out_path is not None:
+        check_space(merge, find_target(Path(out_path)))
+    plan_files = _plan_files(out_path, merge.settings["plan_out"])
     plan = merge.read_plan()
     if plan is None and merge.tasks:
         plan = make_plan(merge)
@@ -298,20 +302,19 @@ def _treat(planner: Any, config: Any) -> None:
     seam.put_tensors(planner, [(tensor.weight, tensor.task) for tensor in treated])
 
 
-def _plan_files(planner: Any, plan_out: str) -> list[Path]:
+def _plan_files(out_path: str | None, plan_out: str) -> list[Path]:
     """List where the plan will be written, and refuse what is no place for it.
 
     Raises:
         RecipeError: `plan_out` is a folder, or a file that is no plan.
     """
-    out_path = getattr(planner, "himerging_out_path", None)
     files = [] if out_path is None else [Path(out_path) / PLAN_FILE]
     if plan_out:
         path = Path(plan_out)
         try:
             if path.exists():
                 read_plan(path)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise RecipeError(
                 f"plan_out '{plan_out}' must be a new file or an earlier plan, got "
                 f"something else ({error}); name another file"
@@ -326,11 +329,14 @@ def _write_plan(plan: Plan | None, files: list[Path], merge: Any) -> None:
         if plan is None:
             path.unlink(missing_ok=path.name == PLAN_FILE or not path.exists())
             continue
+        shown = find_target(path.parent) / path.name
         try:
             write_text(path, plan.to_json())
         except OSError as error:
-            raise RecipeError(f"cannot write the plan to '{path}': {error}") from error
-        merge.say(f"plan written to {find_target(path.parent) / path.name}")
+            raise RecipeError(
+                f"cannot write the plan to '{shown}': {error.strerror}"
+            ) from error
+        merge.say(f"plan written to {shown}")
 
 
 def _remove_empty(folder: str) -> None:

@@ -5,7 +5,9 @@ as it was; in the moment of the move itself, a target that exists is no model.
 """
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 from mergekit_himerging.parameters import RecipeError
 
 CONFIG_FILE = "config.json"
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -29,7 +33,7 @@ def stage_folder(target: Path, *, replaced: Collection[str] = ()) -> Iterator[Pa
         replaced: names of files that the target loses where none was staged.
 
     Raises:
-        RecipeError: nothing can be written there.
+        RecipeError: nothing can be written there, or the body has filled the disk.
     """
     target = target.absolute()
     outer = target.parent / f".{target.name}.partial"
@@ -48,8 +52,27 @@ def stage_folder(target: Path, *, replaced: Collection[str] = ()) -> Iterator[Pa
     try:
         yield staged
         _move(staged, target, replaced)
+    except Exception as error:
+        number = _find_number(error)
+        if number not in NO_ROOM:
+            raise
+        raise RecipeError(
+            f"the disk must have room for the merge, got '{os.strerror(number)}' "
+            f"('{target}'); what was written is removed, free some or write elsewhere"
+        ) from error
     finally:
         shutil.rmtree(outer, ignore_errors=True)
+
+
+def _find_number(error: Exception) -> int:
+    """Return the system's number of an error, 0 without one.
+
+    Libraries in Rust put it into their words.
+    """
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)|\bOs \{ code: (\d+)", str(error))
+    return int(found[1] or found[2]) if found else 0
 
 
 def find_target(folder: Path) -> Path:

@@ -1,16 +1,11 @@
 """What is written is what was planned, or there is nothing that looks finished."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import make_recipe
 from mergekit import merge as mergekit_merge
 from mergekit.io.tasks import SaveTensor
@@ -132,44 +127,6 @@ def test_output_under_a_file_is_one_sentence(zoo, run_recipe, tmp_path):
         f"directory ('{tmp_path}/file/merged'); name another\n"
     )
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
-
-
-KILLED = """
-import os, signal, sys
-from mergekit.io.tasks import SaveTensor
-from mergekit.scripts.run_yaml import main
-execute, count = SaveTensor.execute, iter(range(100))
-def killing(self, **inputs):
-    if next(count) == 7:
-        os.kill(os.getpid(), int(sys.argv[3]))
-    return execute(self, **inputs)
-SaveTensor.execute = killing
-main([sys.argv[1], sys.argv[2], "--quiet"], standalone_mode=False)
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_merge_leaves_no_model_and_the_next_is_whole(
-    zoo, merge, run_recipe, tmp_path, signum
-):
-    recipe = make_recipe(zoo, "a", "b")
-    path, out = tmp_path / "killed.yml", tmp_path / "merged"
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path), str(out), str(int(signum))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        timeout=120,
-        check=False,
-    )
-    assert killed.returncode == -signum, killed.stderr.decode()
-    assert not out.exists() or not list(out.iterdir())
-    assert run_recipe(recipe, out=out).exit_code == 0
-    assert not list(tmp_path.glob(".*"))
-    whole = merge(recipe, out=tmp_path / "undisturbed")
-    assert all(torch.equal(t, whole[n]) for n, t in load_file(out / MODEL).items())
-    names = sorted(p.name for p in out.iterdir())
-    assert names == sorted(p.name for p in (tmp_path / "undisturbed").iterdir())
 
 
 def test_config_names_the_dtype_of_the_files(zoo, run_recipe, tmp_path, monkeypatch):
