@@ -16,12 +16,16 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from mergekit_himerging.analysis.continuation import find_ends
 from mergekit_himerging.analysis.session import pick_device
-from mergekit_himerging.evaluation.forward import takes
 from mergekit_himerging.parameters import RecipeError
 
 LOG = logging.getLogger(__name__)
@@ -78,6 +82,9 @@ def try_merge(
             merge's logits are not finite.
     """
     device = pick_device(options)
+    if not any(folder.glob("tokenizer*")):  # as with --no-copy-tokenizer
+        _say_skipped("it has no tokenizer")
+        return {}
     original = Path(LoaderCache().get(base).index.base_path)
     named = (base.model.path, base.model.revision)
     trusts = options.trust_remote_code
@@ -131,23 +138,25 @@ def _write_line(
     )
     model: Any = _load(folder, trusts=trusts)
     model.to(device)
-    ends = find_ends(model, tokenizer)
-    prompt = tokenizer(PROMPT)["input_ids"]
-    options = {"use_cache": False} if takes(model, "use_cache") else {}
-    ids, is_finite = list(prompt), True
+    # Its own settings may sample or penalise.
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        max_new_tokens=N_TOKENS,
+        eos_token_id=find_ends(model, tokenizer) or None,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    prompt = torch.tensor([tokenizer(PROMPT)["input_ids"]], device=device)
     with torch.inference_mode():
-        for _ in range(N_TOKENS):
-            inputs = torch.tensor([ids], device=device)
-            logits = model(input_ids=inputs, **options).logits[0]  # [tokens, words]
-            is_finite = is_finite and bool(logits.isfinite().all())
-            ids.append(int(logits[-1].argmax()))
-            if ids[-1] in ends:
-                break
-    new = ids[len(prompt) :]
+        written = model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt)
+        )
+    new = written.sequences[0, prompt.shape[1] :].tolist()
     last = new[-N_REPEATED:]
     return _Line(
         text=str(tokenizer.decode(new, skip_special_tokens=True)),
-        is_finite=is_finite,
+        is_finite=all(bool(logits.isfinite().all()) for logits in written.logits),
         is_degenerate=len(last) == N_REPEATED and len(set(last)) == 1,
     )
 

@@ -95,16 +95,19 @@ def run(recipe: dict[str, Any], folder: Path) -> Any:
 
 
 def go_on(folder: Path) -> str:
-    """Generate by transformers' own means."""
+    """Take the likeliest token each time, by whole forwards without a cache."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    out = model.generate(**tokens, max_new_tokens=16, do_sample=False)
-    new = out[0, tokens["input_ids"].shape[1] :]
-    return str(tokenizer.decode(new, skip_special_tokens=True))
+    ids = tokenizer(PROMPT)["input_ids"]
+    n_prompt = len(ids)
+    for _ in range(16):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return str(tokenizer.decode(ids[n_prompt:], skip_special_tokens=True))
 
 
-def test_lines_are_what_transformers_generates_and_stand_in_the_report(zoo, tmp_path):
+def test_lines_are_the_likeliest_and_stand_in_the_report(zoo, tmp_path):
     said = run(make_recipe(zoo, "a", "b"), tmp_path)
     assert said.exit_code == 0, said.output
     lines = {"base": go_on(zoo / "base"), "merge": go_on(tmp_path / "merged")}
