@@ -36,15 +36,8 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _read_float(digits: str) -> float:
-    number = float(digits)
-    return number if math.isfinite(number) else _refuse_constant(digits)
-
-
 STRICT_JSON = json.JSONDecoder(
-    parse_constant=_refuse_constant,
-    parse_float=_read_float,
-    object_pairs_hook=_refuse_repeats,
+    parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats
 )
 """Raises ValueError, with the bare fact, for NaN, infinities and repeated fields."""
 
@@ -56,8 +49,8 @@ def check_writable(value: object, depth: int = 0) -> None:
     """Check that what was read from JSON can be written as JSON in UTF-8.
 
     Raises:
-        ValueError: it is nested too deep, or a text has half of a surrogate pair; the
-            bare fact.
+        ValueError: it is nested too deep, a number is beyond floats, or a text has half
+            of a surrogate pair; the bare fact.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"must be nested at most {MAX_DEPTH} deep, got more")
@@ -70,6 +63,8 @@ def check_writable(value: object, depth: int = 0) -> None:
             check_writable(item, depth + 1)
     elif isinstance(value, str) and has_surrogates(value):
         raise ValueError(f"must have Unicode text, got {value!a:.60}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        _refuse_constant(str(value))
 
 
 def has_surrogates(text: str) -> bool:

@@ -262,8 +262,9 @@ def read_plan(path: Path) -> Plan:
             )
         text = path.read_text(encoding="utf-8-sig")
         content = STRICT_JSON.decode(text)
+        plan = Plan.model_validate(content)
         check_writable(content)
-        return Plan.model_validate(content)
+        return plan
     except OSError as error:
         raise ValueError(f"cannot read plan '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -291,7 +292,7 @@ def _format_json(value: object, indent: str = "") -> str:
             for key, item in value.items()
         )
         return f"{{\n{fields}\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+    if isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
         rows = ",\n".join(
             inner
             + (

@@ -168,7 +168,7 @@ HOSTILE_PLANS = {
     ),
     "number beyond floats": (
         PLAN % '"recipe": {"a": 1e999}',
-        "must have finite numbers, got 1e999",
+        "must have finite numbers, got inf",
     ),
     "many models": (
         PLAN.replace('["a"]', str([f"m{n}" for n in range(101)]).replace("'", '"'))
@@ -192,6 +192,13 @@ def test_hostile_plan_is_refused_in_a_sentence(tmp_path, text, problem):
         read_plan(path)
     assert problem in str(caught.value)
     assert_sentence(caught.value)
+
+
+def test_list_of_rows_and_scalars_in_a_plan_is_written_again(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN % '"recipe": {"a": [{"b": 1}, 2, []], "c": []}')
+    path.write_text(read_plan(path).to_json())
+    assert read_plan(path).recipe == {"a": [{"b": 1}, 2, []], "c": []}
 
 
 def test_device_in_place_of_a_plan_is_not_read(tmp_path):
