@@ -1,0 +1,371 @@
+"""RESULTS.md: what the benchmark's files say, in tables and plots.
+
+Invariant: every number on the page is computed from the JSON files; the first paragraph
+says where Hi-Merging loses.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from compare import Comparison, Estimate, Standing, compare
+from matplotlib.figure import Figure
+from methods import METHODS
+from results import MethodResult, SettingResult, read_result
+from settings import SETTINGS
+
+N_LAYERS = 30
+RULE_FORWARDS = sum(4 * layer + 7 for layer in range(N_LAYERS)) / N_LAYERS
+"""Full forward passes that the rules' analysis of one sample stands for."""
+
+OURS, OTHER = "#0072b2", "#999999"
+
+
+def write_page(folder: Path, page: Path) -> Path:
+    """Write the page, its plots, and the summary of the repository's README.
+
+    Args:
+        folder: with a JSON file for each setting.
+        page: the Markdown file to write.
+
+    Raises:
+        ValueError: there is no result.
+    """
+    results = [read_result(folder / f"{name}.json") for name in SETTINGS]
+    comparisons = [compare(r) for r in results if r is not None and _is_begun(r)]
+    if not comparisons:
+        raise ValueError(
+            f"'{folder}' must hold a tested method, got none; run benchmark.py"
+        )
+    for comparison in comparisons:
+        draw(comparison, folder / f"{comparison.result.setting}.svg")
+    page.write_text("\n".join(_write(comparisons, folder, page.parent)) + "\n", "utf-8")
+    return page
+
+
+def _is_begun(result: SettingResult) -> bool:
+    has_ends = {"base", *result.tasks} <= set(result.references)
+    return has_ends and any(row.tests for row in result.rows.values())
+
+
+def summarize(comparisons: Sequence[Comparison]) -> list[str]:
+    """Write one line a setting: our best row against the best other method."""
+    lines = [
+        "| setting | best other method | recovered | best Hi-Merging row | recovered "
+        "| difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for comparison in comparisons:
+        other, ours = comparison.best_other, _best_ours(comparison)
+        if other is None or ours is None or ours.behind is None:
+            continue
+        lines.append(
+            f"| {SETTINGS[comparison.result.setting].title} | {other.name} "
+            f"| {other.mean.value:.3f} | {ours.name} | {ours.mean.value:.3f} "
+            f"| {_show_signed(ours.behind)} |"
+        )
+    return lines
+
+
+def _best_ours(comparison: Comparison) -> Standing | None:
+    return next((s for s in comparison.methods if s.is_ours), None)
+
+
+def _write(
+    comparisons: Sequence[Comparison], folder: Path, here: Path
+) -> Iterator[str]:
+    budget = comparisons[0].result.budget
+    yield "# Does it merge better?"
+    yield ""
+    yield _verdict(comparisons)
+    yield ""
+    if budget.name == "quick":
+        yield (
+            f"**Quick run**: {budget.test_rows} test rows of each task and "
+            f"{budget.trials} merges to tune a method. Leads, not results."
+        )
+        yield ""
+    yield (
+        "Recovered gain: (loss of the base - loss of the merge) / (loss of the base - "
+        "loss of the expert), on the task's test rows; 1 as good as the expert, 0 as "
+        "the base. Brackets: 95 % intervals over test rows. The best of several "
+        "Hi-Merging rows stands against the best of several others, both picked on the "
+        "test rows: with more rows one side has more tries."
+    )
+    yield ""
+    yield from summarize(comparisons)
+    for comparison in comparisons:
+        yield ""
+        yield from _write_setting(comparison, folder, here)
+    yield ""
+    yield from _write_method(comparisons)
+
+
+def _verdict(comparisons: Sequence[Comparison]) -> str:
+    """Say in which settings Hi-Merging is first, and in which it is not."""
+    first, open_, lost = [], [], []
+    for comparison in comparisons:
+        ours = _best_ours(comparison)
+        if ours is None or ours.behind is None:
+            continue
+        title = SETTINGS[comparison.result.setting].title
+        words = f"{title} ({ours.name}, {_show_signed(ours.behind)})"
+        if ours.behind.low > 0:
+            first.append(words)
+        elif ours.behind.high < 0:
+            lost.append(words)
+        else:
+            open_.append(words)
+    parts = []
+    if lost:
+        parts.append(
+            "Hi-Merging loses to the best other method in: " + "; ".join(lost) + "."
+        )
+    if open_:
+        parts.append("The interval holds zero in: " + "; ".join(open_) + ".")
+    if first:
+        parts.append("Hi-Merging is first in: " + "; ".join(first) + ".")
+    behind = _describe_rules(comparisons)
+    return " ".join(
+        [
+            *parts,
+            "Differences are in mean recovered gain.",
+            *([behind] if behind else []),
+        ]
+    )
+
+
+def _describe_rules(comparisons: Sequence[Comparison]) -> str:
+    """Say how the paper's rules do, wherever they were tested."""
+    words = []
+    for comparison in comparisons:
+        for standing in comparison.methods:
+            if standing.name == "paper" and standing.behind is not None:
+                title = SETTINGS[comparison.result.setting].title
+                words.append(f"{title} {_show_signed(standing.behind)}")
+    if not words:
+        return ""
+    return "The paper's rules, against the best other method: " + "; ".join(words) + "."
+
+
+def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator[str]:
+    result = comparison.result
+    setting = SETTINGS[result.setting]
+    yield f"## {setting.title[0].upper()}{setting.title[1:]}"
+    yield ""
+    yield "Experts: " + ", ".join(f"`{e}`" for e in setting.experts.values()) + "."
+    yield ""
+    plot = (folder / f"{result.setting}.svg").relative_to(here).as_posix()
+    yield f"![Mean recovered gain of every method]({plot})"
+    yield ""
+    tasks = result.tasks
+    heads = [f"`{t}` {_headline(comparison, t)}" for t in tasks]
+    gains = [f"`{t}` recovered" for t in tasks]
+    columns = [
+        *("", *heads, *gains, "mean recovered", "to the best other"),
+        *("Avg Impr.", "mean rank", "general text"),
+    ]
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for standing in (*comparison.references, *comparison.methods):
+        name = standing.name
+        if standing in comparison.references:
+            name = {"base": "*base*", "mixed": "*trained on all*"}.get(
+                name, f"*expert* `{name}`"
+            )
+        elif standing.is_ours:
+            name = f"**{name}**"
+        seeds = f" (mean of {standing.n_seeds} seeds)" if standing.n_seeds > 1 else ""
+        cells = [
+            name + seeds,
+            *(f"{standing.scores[t][comparison.headline[t]]:.3f}" for t in tasks),
+            *(_show(standing.recovered[t]) for t in tasks),
+            _show(standing.mean),
+            "" if standing.behind is None else _show_signed(standing.behind),
+            "" if standing.improvement is None else f"{standing.improvement:+.0%}",
+            "" if standing.rank is None else f"{standing.rank:.1f}",
+            f"{standing.forgotten.value:+.3f}",
+        ]
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield (
+        "Avg Impr.: mean over the tasks of the relative change of the first columns "
+        "against the base. Mean rank: among the methods, by the first columns. General "
+        "text: loss above the base's on paragraphs about no medicine, nats per token."
+    )
+    others = sorted(
+        {m for s in comparison.methods for t in tasks for m in s.scores[t]}
+        - {"loss", "accuracy"}
+    )
+    if others:
+        yield ""
+        yield from _write_others(comparison, others)
+    yield ""
+    yield from _write_analyses(result)
+
+
+def _headline(comparison: Comparison, task: str) -> str:
+    return {"accuracy": "accuracy ↑", "loss": "loss ↓"}[comparison.headline[task]]
+
+
+def _write_others(comparison: Comparison, metrics: Sequence[str]) -> Iterator[str]:
+    """Write the metrics of generated answers."""
+    tasks = [
+        t
+        for t in comparison.result.tasks
+        if metrics[0] in comparison.methods[0].scores[t]
+    ]
+    columns = [f"`{t}` {m.replace('_', ' ')}" for t in tasks for m in metrics]
+    yield "| generated answers | " + " | ".join(columns) + " |"
+    yield "|---|" + "---|" * len(columns)
+    for standing in (*comparison.references, *comparison.methods):
+        cells = [
+            f"{standing.scores[t][m]:.3f}" if m in standing.scores[t] else ""
+            for t in tasks
+            for m in metrics
+        ]
+        yield f"| {standing.name} | " + " | ".join(cells) + " |"
+
+
+def _write_analyses(result: SettingResult) -> Iterator[str]:
+    """Write what the analyses did, and what the guard would have done."""
+    rows = [row for row in result.rows.values() if row.analysis is not None]
+    if not rows:
+        return
+    yield "| analysis | treated | judged | guard would act | forwards | seconds |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        analysis = row.analysis
+        assert analysis is not None
+        difference = analysis.guard_difference
+        judged = "" if difference is None else f"{difference:+.3f}"
+        acts = "" if difference is None else ("yes" if difference < 0 else "no")
+        forwards, seconds = f"{analysis.forwards or RULE_FORWARDS:.0f}", ""
+        if analysis.decided_anew:
+            forwards = "none of its own"
+        else:
+            seconds = f"{analysis.seconds:.0f}"
+        yield (
+            f"| {row.name} | {analysis.n_treated} of {analysis.n_pairs} | {judged} "
+            f"| {acts} | {forwards} | {seconds} |"
+        )
+    yield ""
+    yield (
+        "Treated: (layer, model) pairs that are not kept. Judged: treated minus plain "
+        "merge on calibration rows that did not choose, in shares of the gain; the "
+        "guard reports here and never acts. Forwards: full forward passes of a task's "
+        "choosing rows that the analysis stands for, with one pass back as two."
+    )
+
+
+def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    result = comparisons[0].result
+    budget = result.budget
+    yield "## How it was done"
+    yield ""
+    yield (
+        "Three splits by group: experts saw training rows, every choice was made on "
+        "calibration rows, and each chosen merge was tested, once, on at most "
+        f"{budget.test_rows} test rows of each task; a content hash refuses a row that "
+        f"stands in two splits. Each method with numbers to choose had {budget.trials} "
+        "merges, proposed by a Gaussian process from the middle of the ranges below "
+        f"and scored by mean recovered gain on {budget.tuning_rows} calibration rows "
+        f"of each task; every expert has a weight of its own. Layers were measured on "
+        f"{budget.samples} calibration rows of each task, half of which judge."
+    )
+    yield ""
+    yield "| method | what was chosen | trials | seconds of a merge | tuned values |"
+    yield "|---|---|---|---|---|"
+    for name, method in METHODS.items():
+        tested = [
+            (c.result, c.result.rows[name])
+            for c in comparisons
+            if name in c.result.rows and c.result.rows[name].tests
+        ]
+        if not tested:
+            continue
+        ranges = dict(method.tuned)
+        if method.weight is not None:
+            ranges = {"weight": method.weight, **ranges}
+        chosen = ", ".join(
+            f"{n} {low:g} to {high:g}" for n, (low, high) in ranges.items()
+        )
+        if method.start is not None:
+            chosen = f"as in '{method.start}'"
+        merges = [t.merge_seconds for _, row in tested for t in row.trials]
+        yield (
+            f"| {name}{f' ({method.note})' if method.note else ''} | {chosen} "
+            f"| {max(len(row.trials) for _, row in tested) or ''} "
+            f"| {f'{sum(merges) / len(merges):.0f}' if merges else ''} "
+            f"| {'; '.join(_show_values(r.setting, row) for r, row in tested)} |"
+        )
+    n_rows = sum(1 for c in comparisons for s in c.methods if s.is_ours)
+    yield ""
+    yield (
+        f"{n_rows} Hi-Merging rows and "
+        f"{sum(len(c.methods) for c in comparisons) - n_rows} others are on this page; "
+        "all that were tried are."
+    )
+    yield ""
+    yield "### What these numbers do not show"
+    yield ""
+    yield from (
+        "- One base model of 135 million parameters, one training seed for each "
+        "expert, experts of rank 8: others may rank the methods otherwise.",
+        "- Intervals are over test rows alone: neither over training seeds nor over "
+        "calibration rows.",
+        "- The tasks are questions made from ICD and HPO terms, not exams.",
+        "- Other methods were tuned within the ranges above; wider ones, or more "
+        "merges, may serve them better.",
+        "- Rules and measured rows that start from tuned values had those merges on "
+        "top of their own forward passes.",
+    )
+    yield ""
+    yield "### Made by"
+    yield ""
+    yield f"`{result.command}` on {result.machine}; " + ", ".join(
+        f"{name} {number}" for name, number in result.versions.items()
+    )
+
+
+def _show_values(setting: str, row: MethodResult) -> str:
+    if not row.trials:
+        return setting
+    values = ", ".join(
+        f"{n.removeprefix('weight ')} {v:.2f}" for n, v in row.values.items()
+    )
+    return f"{setting}: {values}"
+
+
+def _show(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _show_signed(estimate: Estimate) -> str:
+    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]"
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw every method's mean recovered gain, with its interval."""
+    standings = list(reversed(comparison.methods))
+    with mpl.rc_context({"svg.hashsalt": "benchmark", "font.size": 9}):
+        figure = Figure(figsize=(7, 0.6 + 0.24 * len(standings)), layout="constrained")
+        axes = figure.subplots()
+        for y, standing in enumerate(standings):
+            colour = OURS if standing.is_ours else OTHER
+            mean = standing.mean
+            axes.plot([mean.low, mean.high], [y, y], color=colour, linewidth=1.5)
+            axes.plot([mean.value], [y], "o", color=colour, markersize=5)
+        mixed = next((s for s in comparison.references if s.name == "mixed"), None)
+        if mixed is not None:
+            axes.axvline(mixed.mean.value, color="#d55e00", linewidth=1, linestyle=":")
+            axes.text(
+                mixed.mean.value, len(standings) - 0.4, "trained on all", ha="center"
+            )
+        axes.axvline(1, color="black", linewidth=0.8)
+        # A merge worse than the base would squeeze the rest.
+        axes.set_xlim(left=max(-0.2, min(s.mean.low for s in standings) - 0.02))
+        axes.set_yticks(range(len(standings)), [s.name for s in standings])
+        axes.set_xlabel("mean recovered gain (1: every expert on its own task)")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, metadata={"Date": None})
