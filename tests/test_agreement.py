@@ -1,5 +1,6 @@
 """Agreement with the expert: divergences of whole models, slopes, plain prompts."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tokenizers import pre_tokenizers
 from mergekit_himerging.analysis import agreement
 from mergekit_himerging.analysis.calibration import tokenize_rows
 from mergekit_himerging.analysis.candidates import score_merges
+from mergekit_himerging.analysis.differences import measure_differences
 from mergekit_himerging.analysis.row_files import read_rows
 from mergekit_himerging.analysis.rows import parse_row
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
@@ -159,11 +161,14 @@ def test_expert_agrees_with_itself_and_a_diluted_one_does_not(school, tmp_path):
         assert other.score_base == pytest.approx(task.score_base, abs=1e-6)
 
 
-def test_slopes_equal_differences_of_whole_merges(school, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "way", [measure_slopes, functools.partial(measure_differences, step=0.05)]
+)
+def test_slopes_equal_differences_of_whole_merges(school, tmp_path, monkeypatch, way):
     monkeypatch.setattr(agreement, "PAIR_BYTES", 1500)
     merge = plan_of(make_agreement(school, tmp_path, of_model={"weight": 0.4}))
     replay = make_replay(merge, CPU)
-    found = measure_slopes(
+    found = way(
         merge.resolve(None),
         merge.resolve(None),
         taught(merge, replay),

@@ -29,6 +29,7 @@ class Method:
         tuned: ranges of parameters with one value for all experts.
         of_models: names among ``tuned`` that stand under each model.
         fixed: shared parameters.
+        of_tasks: parameters of every task, where layers are measured.
         seeds: how many random seeds are tested, where the method draws.
         start: another row whose tuned values this one takes over, untuned.
         has_weights: every weight is ``UNTUNED_WEIGHT``.
@@ -44,6 +45,7 @@ class Method:
     tuned: Mapping[str, Range] = field(default_factory=dict)
     of_models: tuple[str, ...] = ("density", "scale", "gamma", "epsilon")
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    of_tasks: Mapping[str, Any] = field(default_factory=dict)
     seeds: int = 1
     start: str | None = None
     has_weights: bool = False
@@ -79,11 +81,14 @@ def _again(name: str, start: str, note: str, **rules: Any) -> Method:
     return Method(name, "hi_merging", start=start, rules=rules, note=note)
 
 
-def _measured(name: str, **fixed: Any) -> Method:
+def _measured(
+    name: str, of_tasks: Mapping[str, Any] | None = None, **fixed: Any
+) -> Method:
     return Method(
         name,
         "hi_merging",
         fixed={"guard": "report", "resolve": "measured", **fixed},
+        of_tasks=of_tasks or {},
         calibrates=True,
         has_weights=True,
         note=f"from weights {UNTUNED_WEIGHT}, untuned",
@@ -175,6 +180,9 @@ METHODS = {
         _layers("rules, scope model", "", scope="model"),
         _measured("measured", objective="mean"),
         _measured("measured, worst", objective="worst"),
+        _measured("measured, exact", measure="exact"),
+        _measured("measured, agreement", {"metric": "agreement"}),
+        _measured("measured, self", {"calibration": "self"}),
         _layers("measured, tuned start", "", resolve="measured"),
     )
 }
@@ -208,6 +216,7 @@ def make_recipe(
             parameters["weight"] = values[f"weight {task}"]
         if calibration is not None:
             parameters |= {"calibration": calibration[task], "samples": samples}
+            parameters |= method.of_tasks
         models.append({"model": model, "parameters": parameters})
     shared = {
         name: value
