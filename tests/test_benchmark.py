@@ -1,6 +1,7 @@
 """The benchmark of the medical experts, on tiny models in their places."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -206,7 +207,10 @@ def test_test_rows_that_calibrate_are_refused(done, place):
 
 def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     folder = place / benchmark.HERE / "results" / "tiny"
-    text = page.write_page(folder, place / "RESULTS.md").read_text(encoding="utf-8")
+    readme = place / "README.md"
+    readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n", "utf-8")
+    page.write_page(folder, place / "RESULTS.md", readme)
+    text = (place / "RESULTS.md").read_text(encoding="utf-8")
     first = text.split("\n\n")[1]
     assert "English, two tasks" in first
     assert "The paper's rules, against the best other method" in first
@@ -215,11 +219,33 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     assert (folder / "english.svg").read_text(encoding="utf-8").startswith("<?xml")
     standing = compare.compare(done).methods[0]
     assert f"{standing.mean.value:.3f} [{standing.mean.low:.3f}" in text
+    summary = readme.read_text(encoding="utf-8")
+    assert summary.startswith("before\n")
+    assert summary.endswith("\nafter\n")
+    assert "old" not in summary
+    assert "| English, two tasks | " in summary
 
 
 def test_page_without_results_says_what_to_run(tmp_path):
     with pytest.raises(ValueError, match="must hold a tested method, got none; run"):
-        page.write_page(tmp_path, tmp_path / "RESULTS.md")
+        page.read_comparisons(tmp_path)
+
+
+@pytest.mark.skipif(
+    not (SCRIPTS / "RESULTS.md").exists(), reason="no benchmark has been run"
+)
+def test_page_and_readme_are_those_of_the_files(monkeypatch, tmp_path):
+    root = SCRIPTS.parent.parent
+    monkeypatch.chdir(root)
+    readme = tmp_path / "README.md"
+    readme.write_bytes((root / "README.md").read_bytes())
+    kept = (SCRIPTS / "RESULTS.md").read_text(encoding="utf-8")
+    name = "quick" if "**Quick run**" in kept else "full"
+    folder = tmp_path / "results" / name
+    shutil.copytree(SCRIPTS / "results" / name, folder)
+    page.write_page(folder, tmp_path / "RESULTS.md", readme)
+    assert (tmp_path / "RESULTS.md").read_text(encoding="utf-8") == kept
+    assert readme.read_bytes() == (root / "README.md").read_bytes()
 
 
 # What is computed from rows

@@ -141,7 +141,9 @@ def main(
             with concurrent.futures.ProcessPoolExecutor(workers) as pool:
                 for future in [pool.submit(run_setting, *job) for job in jobs]:
                     future.result()
-    click.echo(f"wrote {write_page(folder, HERE / 'RESULTS.md')}")
+    page = HERE / "RESULTS.md"
+    write_page(folder, page, Path("README.md"))
+    click.echo(f"wrote {page}, and its summary into README.md")
 
 
 def run_setting(

@@ -21,15 +21,34 @@ RULE_FORWARDS = sum(4 * layer + 7 for layer in range(N_LAYERS)) / N_LAYERS
 OURS, OTHER = "#0072b2", "#999999"
 
 
-def write_page(folder: Path, page: Path) -> Path:
-    """Write the page, its plots, and the summary of the repository's README.
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+"""Around the summary in the repository's README."""
+
+
+def write_page(folder: Path, page: Path, readme: Path) -> None:
+    """Write the page, its plots, and the summary in the repository's README.
 
     Args:
         folder: with a JSON file for each setting.
         page: the Markdown file to write.
+        readme: the file with marks around its summary.
 
     Raises:
         ValueError: there is no result.
+    """
+    comparisons = read_comparisons(folder)
+    for comparison in comparisons:
+        draw(comparison, folder / f"{comparison.result.setting}.svg")
+    page.write_text("\n".join(_write(comparisons, folder, page.parent)) + "\n", "utf-8")
+    text = readme.read_text("utf-8")
+    readme.write_text(put_summary(text, comparisons), "utf-8")
+
+
+def read_comparisons(folder: Path) -> list[Comparison]:
+    """Read and compare all settings in which a method was tested.
+
+    Raises:
+        ValueError: there is none.
     """
     results = [read_result(folder / f"{name}.json") for name in SETTINGS]
     comparisons = [compare(r) for r in results if r is not None and _is_begun(r)]
@@ -37,10 +56,19 @@ def write_page(folder: Path, page: Path) -> Path:
         raise ValueError(
             f"'{folder}' must hold a tested method, got none; run benchmark.py"
         )
-    for comparison in comparisons:
-        draw(comparison, folder / f"{comparison.result.setting}.svg")
-    page.write_text("\n".join(_write(comparisons, folder, page.parent)) + "\n", "utf-8")
-    return page
+    return comparisons
+
+
+def put_summary(readme: str, comparisons: Sequence[Comparison]) -> str:
+    """Put the summary between the README's marks."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    budget = comparisons[0].result.budget
+    words = f"Mean recovered gain on at most {budget.test_rows} test rows of each task"
+    if budget.name == "quick":
+        words += f", {budget.trials} merges to tune a method (a quick run: leads)"
+    lines = [BEGIN, f"{words}:", "", *summarize(comparisons), END]
+    return before + "\n".join(lines) + after
 
 
 def _is_begun(result: SettingResult) -> bool:
