@@ -74,11 +74,13 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"{layer:5}{cells} | {done}"
     if describe_way(plan):
         yield describe_way(plan)
+    has_floors = any(task.floor is not None for task in plan.tasks)
+    counting = " with the cost of missed floors" if has_floors else ""
     for number, step in enumerate(plan.steps, 1):
         lacking = f"floors lack {step.shortfall:.4f}, " if step.shortfall else ""
         yield (
             f"step {number}: objective {step.objective:.4f}, {lacking}"
-            f"{step.improvement:+.4f} ± {step.improvement_se:.4f}, "
+            f"{step.improvement:+.4f} ± {step.improvement_se:.4f}{counting}, "
             f"{'taken' if step.taken else 'not taken'}"
             f"{', breaks a floor' if step.breaks_floor else ''} "
             f"({step.forwards} forward passes)"
