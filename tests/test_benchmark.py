@@ -12,6 +12,7 @@ from conftest import make_llama, make_tokenizer, save_model
 from safetensors.torch import load_file
 from test_analysis import ROWS, completions, encode, log_probability, save_school
 
+from mergekit_himerging.analysis.calibration import Row
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.recipe import check_config
 
@@ -216,6 +217,8 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     assert "The paper's rules, against the best other method" in first
     for name in ROW_NAMES:
         assert f"\n| {name}" in text or f"\n| **{name}**" in text
+    assert "Not run yet: bilingual choice; " in text
+    assert "Not run yet in this setting: linear, ties, " in text
     assert (folder / "english.svg").read_text(encoding="utf-8").startswith("<?xml")
     standing = compare.compare(done).methods[0]
     assert f"{standing.mean.value:.3f} [{standing.mean.low:.3f}" in text
@@ -414,6 +417,15 @@ def test_first_proposal_is_the_middle_and_others_follow_what_was_seen():
         )
     best = max(trials, key=lambda t: t.objective).values
     assert np.hypot(best["u"] - 0.8, best["v"] - 2.4) < 0.1
+
+
+def test_guess_is_the_commonest_of_the_options_that_are_asked():
+    def row(answer, *choices):
+        return Row("", "choices", answer, choices=choices, answer=choices.index(answer))
+
+    known = [row("a", "a", "b"), row("b", "a", "b"), row("b", "b", "c")]
+    asked = [row("a", "a", "b"), row("b", "a", "b"), row("a", "a", "c")]
+    assert benchmark.guess_commonest(known, asked) == pytest.approx(2 / 3)
 
 
 def test_numbers_of_a_list_stand_in_one_line(tmp_path):

@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,7 @@ from results import (
     Scored,
     SettingResult,
     Trial,
+    plan_path,
     read_result,
     write_result,
 )
@@ -201,6 +203,13 @@ class Bench:
             command=command,
         )
         self.result = read_result(self.path) or fresh
+        self.result.trivial = {
+            task.name: guess_commonest(
+                read_task(path, folders=[Path()]).rows, task.rows
+            )
+            for task, path in zip(self.tests, self.calibration.values(), strict=False)
+            if task.rows[0].choices
+        }
         for what in ("budget", "tasks", "inputs"):
             if getattr(self.result, what) != getattr(fresh, what):
                 raise ValueError(
@@ -409,8 +418,15 @@ class Bench:
         return plan
 
     def _plan_path(self, name: str) -> Path:
-        words = name.replace(",", "").replace(" ", "-")
-        return self.folder / "plans" / self.setting.name / f"{words}.json"
+        return plan_path(self.folder, self.setting.name, name)
+
+
+def guess_commonest(known: Sequence[Row], asked: Sequence[Row]) -> float:
+    """Return how often the option that was the commonest answer so far is right."""
+    counts = Counter(row.completion for row in known)
+    guesses = [max(row.choices, key=lambda c: (counts[c], c)) for row in asked]
+    pairs = zip(guesses, asked, strict=True)
+    return sum(guess == row.completion for guess, row in pairs) / len(asked)
 
 
 def keep_answer(row: Row) -> Row:

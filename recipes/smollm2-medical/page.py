@@ -4,6 +4,7 @@ Invariant: every number on the page is computed from the JSON files; the first p
 says where Hi-Merging loses.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import matplotlib as mpl
 from compare import Comparison, Estimate, Standing, compare
 from matplotlib.figure import Figure
 from methods import METHODS
-from results import MethodResult, SettingResult, read_result
+from results import MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
+
+from mergekit_himerging.plan import read_plan
 
 N_LAYERS = 30
 RULE_FORWARDS = sum(4 * layer + 7 for layer in range(N_LAYERS)) / N_LAYERS
@@ -76,6 +79,10 @@ def _is_begun(result: SettingResult) -> bool:
     return has_ends and any(row.tests for row in result.rows.values())
 
 
+def _is_tested(result: SettingResult, method: str) -> bool:
+    return method in result.rows and bool(result.rows[method].tests)
+
+
 def summarize(comparisons: Sequence[Comparison]) -> list[str]:
     """Write one line a setting: our best row against the best other method."""
     lines = [
@@ -122,6 +129,11 @@ def _write(
     )
     yield ""
     yield from summarize(comparisons)
+    done = {comparison.result.setting for comparison in comparisons}
+    missing = [s.title for s in SETTINGS.values() if s.name not in done]
+    if missing:
+        yield ""
+        yield f"Not run yet: {'; '.join(missing)}."
     for comparison in comparisons:
         yield ""
         yield from _write_setting(comparison, folder, here)
@@ -221,6 +233,16 @@ def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator
         "against the base. Mean rank: among the methods, by the first columns. General "
         "text: loss above the base's on paragraphs about no medicine, nats per token."
     )
+    for task, share in result.trivial.items():
+        yield ""
+        yield (
+            f"`{task}`: chance is 0.25; taking the option that is the commonest answer "
+            f"in the calibration file scores {share:.3f}."
+        )
+    missing = [name for name in METHODS if not _is_tested(result, name)]
+    if missing:
+        yield ""
+        yield f"Not run yet in this setting: {', '.join(missing)}."
     others = sorted(
         {m for s in comparison.methods for t in tasks for m in s.scores[t]}
         - {"loss", "accuracy"}
@@ -229,7 +251,7 @@ def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator
         yield ""
         yield from _write_others(comparison, others)
     yield ""
-    yield from _write_analyses(result)
+    yield from _write_analyses(result, folder)
 
 
 def _headline(comparison: Comparison, task: str) -> str:
@@ -255,12 +277,13 @@ def _write_others(comparison: Comparison, metrics: Sequence[str]) -> Iterator[st
         yield f"| {standing.name} | " + " | ".join(cells) + " |"
 
 
-def _write_analyses(result: SettingResult) -> Iterator[str]:
+def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
     """Write what the analyses did, and what the guard would have done."""
     rows = [row for row in result.rows.values() if row.analysis is not None]
     if not rows:
         return
-    yield "| analysis | treated | judged | guard would act | forwards | seconds |"
+    heads = ("analysis", "what was done", "judged", "guard would act", "forwards")
+    yield "| " + " | ".join((*heads, "seconds")) + " |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
         analysis = row.analysis
@@ -274,16 +297,37 @@ def _write_analyses(result: SettingResult) -> Iterator[str]:
         else:
             seconds = f"{analysis.seconds:.0f}"
         yield (
-            f"| {row.name} | {analysis.n_treated} of {analysis.n_pairs} | {judged} "
+            f"| {row.name} | {_tell_treatments(result, row, folder)} | {judged} "
             f"| {acts} | {forwards} | {seconds} |"
         )
     yield ""
     yield (
-        "Treated: (layer, model) pairs that are not kept. Judged: treated minus plain "
+        "What was done: in how many layers, to the weight where it was measured, as "
+        "least, mean and largest factor. Judged: treated minus plain "
         "merge on calibration rows that did not choose, in shares of the gain; the "
         "guard reports here and never acts. Forwards: full forward passes of a task's "
         "choosing rows that the analysis stands for, with one pass back as two."
     )
+
+
+def _tell_treatments(result: SettingResult, row: MethodResult, folder: Path) -> str:
+    """Say in how many layers each expert was treated, or by which factors."""
+    plan = read_plan(plan_path(folder, result.setting, row.name))
+    words = []
+    for expert in SETTINGS[result.setting].experts.values():
+        of_expert = [t for t in plan.treatments if Path(t.model).name == expert]
+        counts = Counter(t.action for t in of_expert)
+        done = [
+            f"{counts[action]} {verb}"
+            for action, verb in (("drop", "dropped"), ("shrink", "shrunk"))
+            if counts[action]
+        ]
+        if counts["set"]:
+            factors = [t.weight_factor for t in of_expert]
+            mean = sum(factors) / len(factors)
+            done.append(f"× {min(factors):.2f}, {mean:.2f}, {max(factors):.2f}")
+        words.append(f"`{expert}` {', '.join(done) or 'kept'}")
+    return f"{'; '.join(words)}; of {plan.n_layers} layers"
 
 
 def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -332,7 +376,7 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield (
         f"{n_rows} Hi-Merging rows and "
         f"{sum(len(c.methods) for c in comparisons) - n_rows} others are on this page; "
-        "all that were tried are."
+        "all that this benchmark has tested are."
     )
     yield ""
     yield "### What these numbers do not show"

@@ -124,6 +124,8 @@ class SettingResult(Record):
         references: base, experts and the mixed adapter on the test rows, by name.
         tuning: by task, the mean loss of base and expert on the tuning rows.
         rows: by name.
+        trivial: by task with options, the share of test rows that is right by always
+            taking the option that is the commonest answer in the calibration file.
     """
 
     setting: str
@@ -136,6 +138,7 @@ class SettingResult(Record):
     references: dict[str, Scored] = {}
     tuning: dict[str, dict[str, float]] = {}
     rows: dict[str, MethodResult] = {}
+    trivial: dict[str, float] = {}
 
 
 def read_result(path: Path) -> SettingResult | None:
@@ -158,3 +161,9 @@ def write_result(path: Path, result: SettingResult) -> None:
     text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), text)
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def plan_path(folder: Path, setting: str, method: str) -> Path:
+    """Return where the plan of a method is kept, in a folder of results."""
+    words = method.replace(",", "").replace(" ", "-")
+    return folder / "plans" / setting / f"{words}.json"
