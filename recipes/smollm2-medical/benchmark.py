@@ -156,6 +156,7 @@ def run_setting(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     bench = Bench(SETTINGS[name], budget, command)
+    bench.save()
     bench.measure_references()
     for method in methods:
         bench.measure(METHODS[method])
@@ -204,10 +205,8 @@ class Bench:
         )
         self.result = read_result(self.path) or fresh
         self.result.trivial = {
-            task.name: guess_commonest(
-                read_task(path, folders=[Path()]).rows, task.rows
-            )
-            for task, path in zip(self.tests, self.calibration.values(), strict=False)
+            task.name: guess_commonest(self._read(task.name), task.rows)
+            for task in self.tests
             if task.rows[0].choices
         }
         for what in ("budget", "tasks", "inputs"):
@@ -219,13 +218,13 @@ class Bench:
 
     def _refuse_overlap(self) -> None:
         """Refuse test rows that calibrate."""
-        used = {
-            hash_row(row)
-            for path in self.calibration.values()
-            for row in read_task(path, folders=[Path()]).rows
-        }
+        used = {hash_row(row) for task in self.calibration for row in self._read(task)}
         for task in self.tests:
             refuse_overlap(task, used)
+
+    def _read(self, task: str) -> Sequence[Row]:
+        """Read all of a task's calibration rows."""
+        return read_task(self.calibration[task], folders=[Path()]).rows
 
     def _hash_inputs(self) -> dict[str, str]:
         folders = [
