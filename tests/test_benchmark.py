@@ -215,6 +215,7 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     first = text.split("\n\n")[1]
     assert "English, two tasks" in first
     assert "The paper's rules, against the best other method" in first
+    assert ", of 2)" in first  # task arithmetic and dare_linear
     for name in ROW_NAMES:
         assert f"\n| {name}" in text or f"\n| **{name}**" in text
     assert "Not run yet: bilingual choice; " in text

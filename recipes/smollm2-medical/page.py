@@ -87,8 +87,8 @@ def summarize(comparisons: Sequence[Comparison]) -> list[str]:
     """Write one line a setting: our best row against the best other method."""
     lines = [
         "| setting | best other method | recovered | best Hi-Merging row | recovered "
-        "| difference |",
-        "|---|---|---|---|---|---|",
+        "| difference | others tested |",
+        "|---|---|---|---|---|---|---|",
     ]
     for comparison in comparisons:
         other, ours = comparison.best_other, _best_ours(comparison)
@@ -97,9 +97,13 @@ def summarize(comparisons: Sequence[Comparison]) -> list[str]:
         lines.append(
             f"| {SETTINGS[comparison.result.setting].title} | {other.name} "
             f"| {other.mean.value:.3f} | {ours.name} | {ours.mean.value:.3f} "
-            f"| {_show_signed(ours.behind)} |"
+            f"| {_show_signed(ours.behind)} | {_count_others(comparison)} |"
         )
     return lines
+
+
+def _count_others(comparison: Comparison) -> int:
+    return sum(not standing.is_ours for standing in comparison.methods)
 
 
 def _best_ours(comparison: Comparison) -> Standing | None:
@@ -149,7 +153,8 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
         if ours is None or ours.behind is None:
             continue
         title = SETTINGS[comparison.result.setting].title
-        words = f"{title} ({ours.name}, {_show_signed(ours.behind)})"
+        n_others = _count_others(comparison)
+        words = f"{title} ({ours.name}, {_show_signed(ours.behind)}, of {n_others})"
         if ours.behind.low > 0:
             first.append(words)
         elif ours.behind.high < 0:
@@ -169,7 +174,9 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
     return " ".join(
         [
             *parts,
-            "Differences are in mean recovered gain.",
+            "In brackets: the best Hi-Merging row, the difference of its mean "
+            "recovered gain to the best other method's, and of how many others that is "
+            "the best.",
             *([behind] if behind else []),
         ]
     )
@@ -438,6 +445,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         # A merge worse than the base would squeeze the rest.
         axes.set_xlim(left=max(-0.2, min(s.mean.low for s in standings) - 0.02))
         axes.set_yticks(range(len(standings)), [s.name for s in standings])
-        axes.set_xlabel("mean recovered gain (1: every expert on its own task)")
+        axes.set_xlabel(
+            "mean recovered gain (1: every expert on its own task); "
+            "blue: Hi-Merging, grey: other methods"
+        )
         axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, metadata={"Date": None})
