@@ -219,7 +219,7 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     for name in ROW_NAMES:
         assert f"\n| {name}" in text or f"\n| **{name}**" in text
     assert "Not run yet: bilingual choice; " in text
-    assert "Not run yet in this setting: linear, ties, " in text
+    assert "Not run yet in this setting: linear; ties; " in text
     assert (folder / "english.svg").read_text(encoding="utf-8").startswith("<?xml")
     standing = compare.compare(done).methods[0]
     assert f"{standing.mean.value:.3f} [{standing.mean.low:.3f}" in text

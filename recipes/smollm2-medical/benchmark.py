@@ -1,6 +1,7 @@
 """Merge the experts by every method, each tuned alike, and test each once.
 
-Needs: what prepare.py and train_expert.py leave, and `pip install optuna`.
+Needs: what prepare.py and train_expert.py leave, the extras `plots` and `evaluate`, and
+`pip install optuna`.
 Run from the repository root:
 
     python recipes/smollm2-medical/benchmark.py --quick
@@ -15,6 +16,7 @@ one was. RESULTS.md is written at the end, and by `--page` alone.
 import concurrent.futures
 import dataclasses
 import hashlib
+import multiprocessing
 import os
 import platform
 import sys
@@ -140,7 +142,9 @@ def main(
             for job in jobs:
                 run_setting(*job)
         else:
-            with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+            # Spawned: torch's threads do not live on in a forked process.
+            spawned = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(workers, spawned) as pool:
                 for future in [pool.submit(run_setting, *job) for job in jobs]:
                     future.result()
     page = HERE / "RESULTS.md"
@@ -310,8 +314,6 @@ class Bench:
         """Tune, measure and test one row, as far as it is not done."""
         row = self.result.rows.setdefault(method.name, MethodResult(name=method.name))
         if len(row.tests) == method.seeds:
-            return
-        if len(self.experts) < 2 and method.merge_method == "model_stock":
             return
         row.values = self._choose_values(method, row)
         merge = self._plan(method, row.values)

@@ -15,11 +15,7 @@ from methods import METHODS
 from results import MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
 
-from mergekit_himerging.plan import read_plan
-
-N_LAYERS = 30
-RULE_FORWARDS = sum(4 * layer + 7 for layer in range(N_LAYERS)) / N_LAYERS
-"""Full forward passes that the rules' analysis of one sample stands for."""
+from mergekit_himerging.plan import Plan, read_plan
 
 OURS, OTHER = "#0072b2", "#999999"
 
@@ -249,7 +245,7 @@ def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator
     missing = [name for name in METHODS if not _is_tested(result, name)]
     if missing:
         yield ""
-        yield f"Not run yet in this setting: {', '.join(missing)}."
+        yield f"Not run yet in this setting: {'; '.join(missing)}."
     others = sorted(
         {m for s in comparison.methods for t in tasks for m in s.scores[t]}
         - {"loss", "accuracy"}
@@ -298,13 +294,14 @@ def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
         difference = analysis.guard_difference
         judged = "" if difference is None else f"{difference:+.3f}"
         acts = "" if difference is None else ("yes" if difference < 0 else "no")
-        forwards, seconds = f"{analysis.forwards or RULE_FORWARDS:.0f}", ""
+        plan = read_plan(plan_path(folder, result.setting, row.name))
+        forwards, seconds = f"{analysis.forwards or _count_forwards(plan):.0f}", ""
         if analysis.decided_anew:
             forwards = "none of its own"
         else:
             seconds = f"{analysis.seconds:.0f}"
         yield (
-            f"| {row.name} | {_tell_treatments(result, row, folder)} | {judged} "
+            f"| {row.name} | {_tell_treatments(result, plan)} | {judged} "
             f"| {acts} | {forwards} | {seconds} |"
         )
     yield ""
@@ -317,9 +314,17 @@ def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
     )
 
 
-def _tell_treatments(result: SettingResult, row: MethodResult, folder: Path) -> str:
+def _count_forwards(plan: Plan) -> float:
+    """Count the full forward passes that the rules' rounds stand for, at most.
+
+    Layer l runs 4 l + 7 times in each.
+    """
+    calls = sum(4 * layer + 7 for layer in range(plan.n_layers))
+    return int(plan.settings["rounds"] or 1) * calls / plan.n_layers
+
+
+def _tell_treatments(result: SettingResult, plan: Plan) -> str:
     """Say in how many layers each expert was treated, or by which factors."""
-    plan = read_plan(plan_path(folder, result.setting, row.name))
     words = []
     for expert in SETTINGS[result.setting].experts.values():
         of_expert = [t for t in plan.treatments if Path(t.model).name == expert]
@@ -345,9 +350,10 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield (
         "Three splits by group: experts saw training rows, every choice was made on "
         "calibration rows, and each chosen merge was tested, once, on at most "
-        f"{budget.test_rows} test rows of each task; a content hash refuses a row that "
-        f"stands in two splits. Each method with numbers to choose had {budget.trials} "
-        "merges, proposed by a Gaussian process from the middle of the ranges below "
+        f"{budget.test_rows} test rows of each task. A question in two splits is "
+        "refused when the data is made, and a test row that calibrates, by its hash, "
+        "before anything is merged. Each method with numbers to choose had "
+        f"{budget.trials} merges, proposed by a Gaussian process from the middle of the ranges below "
         f"and scored by mean recovered gain on {budget.tuning_rows} calibration rows "
         f"of each task; every expert has a weight of its own. Layers were measured on "
         f"{budget.samples} calibration rows of each task, half of which judge."
