@@ -356,7 +356,8 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
         f"{budget.trials} merges, proposed by a Gaussian process from the middle of "
         f"the ranges below and scored by mean recovered gain on {budget.tuning_rows} "
         "calibration rows of each task; every expert has a weight of its own. Layers "
-        f"were measured on {budget.samples} calibration rows of each task, half of which judge."
+        f"were measured on {budget.samples} calibration rows of each task, half of "
+        "which judge."
     )
     yield ""
     yield "| method | what was chosen | trials | seconds of a merge | tuned values |"
