@@ -11,8 +11,10 @@ import torch
 from conftest import make_llama, make_tokenizer, save_model
 from safetensors.torch import load_file
 from test_analysis import ROWS, completions, encode, log_probability, save_school
+from transformers import AutoModelForCausalLM
 
 from mergekit_himerging.analysis.calibration import Row
+from mergekit_himerging.evaluation.data import read_task
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.recipe import check_config
 
@@ -23,6 +25,7 @@ import benchmark  # noqa: E402
 import compare  # noqa: E402
 import methods  # noqa: E402
 import page  # noqa: E402
+import settings  # noqa: E402
 from mergekit.config import MergeConfiguration  # noqa: E402
 from results import (  # noqa: E402
     Budget,
@@ -35,7 +38,7 @@ from results import (  # noqa: E402
 )
 
 BUDGET = Budget(
-    name="tiny", test_rows=3, trials=2, tuning_rows=2, samples=4, generates=False
+    name="tiny", test_rows=3, trials=2, tuning_rows=2, samples=4, generated_rows=2
 )
 ROW_NAMES = (
     *("task arithmetic", "dare_linear", methods.PLAIN, "paper", "rules"),
@@ -59,7 +62,9 @@ def place(tmp_path_factory):
     (school / "base").rename(here / "base")
     for name, task in (("a", "en-mcqa"), ("b", "en-qa")):
         (school / name).rename(here / "experts" / task)
-        write_rows(here / "data" / f"{task}.calibration.jsonl", completions(name))
+        for size in ("", "-large"):
+            path = here / "data" / f"{task}.calibration{size}.jsonl"
+            write_rows(path, completions(name))
         # Near to what the expert knows, but not the same.
         tests = [{**row, "prompt": row["prompt"] + "."} for row in completions(name)]
         write_rows(here / "data" / f"{task}.test.jsonl", tests)
@@ -154,6 +159,81 @@ def test_plans_say_what_was_measured_and_what_was_decided_anew(done, place):
     assert read_plan(plans / "paper.json").settings["reference"] == "full"
     measured = done.rows["measured"].analysis
     assert measured.forwards == read_plan(plans / "measured.json").steps[-1].forwards
+
+
+def test_answers_are_generated_to_the_first_rows(done, place):
+    for scored in (*done.references.values(), *done.rows["measured"].tests):
+        assert set(scored.generated) == {"en-mcqa", "en-qa"}  # none has options here
+        for metrics in scored.generated.values():
+            assert {len(values) for values in metrics.values()} == {2}
+    assert set(done.copying["en-qa"]) == {"exact_match", "rougeL"}
+
+    path = place / benchmark.HERE / "data" / "en-qa.test.jsonl"
+    rows = read_task(str(path), folders=[Path()], n_rows=BUDGET.test_rows).rows[:2]
+    folder = place / benchmark.HERE / "experts" / "en-qa"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = make_tokenizer()
+    answers = []
+    for row in rows:
+        ids = tokenizer(row.prompt)["input_ids"]
+        start = len(ids)
+        for _ in range(benchmark.MAX_NEW_TOKENS):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        answers.append(tokenizer.decode(ids[start:], skip_special_tokens=True).strip())
+    assert done.references["en-qa"].generated["en-qa"] == benchmark.compare_answers(
+        [answer.split("\n")[0] for answer in answers], rows
+    )
+
+
+def test_missing_answers_are_added_and_nothing_is_scored_again(
+    done, place, monkeypatch
+):
+    path = place / benchmark.HERE / "results" / "tiny" / "english.json"
+    cut = done.model_copy(deep=True)
+    for scored in (cut.references["base"], cut.rows["dare_linear"].tests[1]):
+        scored.generated = {}
+    write_result(path, cut)
+    monkeypatch.setattr(benchmark, "evaluate", None)
+    benchmark.run_setting("english", BUDGET, ROW_NAMES, "a command")
+    again = read_result(path)
+    for name in ("references", "rows"):
+        kept, new = getattr(done, name), getattr(again, name)
+        assert list(new) == list(kept)
+    for old, new in zip(
+        done.rows["dare_linear"].tests, again.rows["dare_linear"].tests, strict=True
+    ):
+        assert (new.seed, new.samples, new.generated) == (
+            old.seed,
+            old.samples,
+            old.generated,
+        )
+    assert again.references["base"].generated == done.references["base"].generated
+    write_result(path, done)
+
+
+def test_question_as_answer_is_scored_by_its_first_line():
+    def row(prompt, answer):
+        return Row("", "completion", answer, prompt=prompt)
+
+    rows = [row("What is a cyst?\nAnswer:", " what is a cyst"), row("a b", "b a c c")]
+    found = benchmark.compare_with_questions(rows)
+    assert found["exact_match"] == 0.5
+    # longest common subsequence 1 of 2 and of 4 words: F1 = 2 / 6
+    assert found["rougeL"] == pytest.approx((100 + 100 / 3) / 2, abs=1e-3)
+
+
+def test_quick_and_brief_runs_do_the_core_rows():
+    english, full = settings.SETTINGS["english"], settings.SETTINGS["english-full"]
+    choice = settings.SETTINGS["choice"]
+    core = list(methods.CORE)
+    assert methods.list_rows(english, is_quick=True) == core
+    assert methods.list_rows(full, is_quick=False) == core
+    assert methods.list_rows(english, is_quick=False) == list(methods.METHODS)
+    without = set(methods.METHODS) - set(methods.list_rows(choice, is_quick=False))
+    assert without == {"measured, 64 samples", "measured, 128 samples"}
 
 
 def test_results_name_no_folder_of_this_machine(done, place):

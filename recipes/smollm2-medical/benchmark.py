@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 
 import click
 import numpy as np
@@ -35,7 +36,14 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from methods import METHODS, UNTUNED_WEIGHT, Method, list_ranges, make_recipe
+from methods import (
+    METHODS,
+    UNTUNED_WEIGHT,
+    Method,
+    list_ranges,
+    list_rows,
+    make_recipe,
+)
 from page import write_page
 from results import (
     Analysis,
@@ -56,6 +64,8 @@ from mergekit_himerging.analysis.overlap import hash_row
 from mergekit_himerging.api import make_plan as decide_anew
 from mergekit_himerging.evaluation import records
 from mergekit_himerging.evaluation.data import Task, read_task, refuse_overlap
+from mergekit_himerging.evaluation.generation import FREE_SHAPES, generate_answers
+from mergekit_himerging.evaluation.metrics import score_answers
 from mergekit_himerging.evaluation.models import (
     find_plan,
     load_merge,
@@ -71,26 +81,28 @@ from mergekit_himerging.recipe import to_document
 QUICK = Budget(
     name="quick",
     test_rows=100,
-    trials=6,
-    tuning_rows=32,
+    trials=3,
+    tuning_rows=16,
     samples=16,
-    generates=False,
+    generated_rows=0,
 )
 FULL = Budget(
     name="full",
-    test_rows=400,
-    trials=12,
-    tuning_rows=64,
-    samples=32,
-    generates=True,
+    test_rows=100,
+    trials=6,
+    tuning_rows=32,
+    samples=16,
+    generated_rows=32,
 )
 PACKAGES = ("mergekit", "mergekit-himerging", "optuna", "torch", "transformers")
 MAX_TOKENS = 2048
 """Cells of a batch, on the CPU."""
+MAX_NEW_TOKENS = 48
+"""Of a generated answer."""
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="100 test rows a task, little tuning.")
+@click.option("--quick", is_flag=True, help="The core rows alone, with little tuning.")
 @click.option(
     "--setting",
     "settings",
@@ -103,7 +115,7 @@ MAX_TOKENS = 2048
     "methods",
     multiple=True,
     type=click.Choice(list(METHODS)),
-    help="Only these rows; all by default.",
+    help="Only these rows; all of the setting by default.",
 )
 @click.option(
     "--workers",
@@ -136,8 +148,11 @@ def main(
         for setting in ready:  # adapters are merged before anybody runs beside
             for expert in setting.experts.values():
                 _merged(ModelReference.parse(model_of(expert, base)))
-        names = list(methods or METHODS)
-        jobs = [(setting.name, budget, names, " ".join(sys.argv)) for setting in ready]
+        command = " ".join([str(HERE / "benchmark.py"), *sys.argv[1:]])
+        jobs = [
+            (s.name, budget, methods or list_rows(s, is_quick=quick), command)
+            for s in sorted(ready, key=lambda s: len(s.tasks), reverse=True)
+        ]
         if workers == 1:
             for job in jobs:
                 run_setting(*job)
@@ -195,6 +210,9 @@ class Bench:
             )
             for t in (*setting.tasks, "general")
         ]
+        self.large = {
+            t: str(data / f"{t}.calibration-large.jsonl") for t in setting.tasks
+        }
         self._refuse_overlap()
         self.folder = HERE / "results" / budget.name
         self.path = self.folder / f"{setting.name}.json"
@@ -213,6 +231,11 @@ class Bench:
             for task in self.tests
             if task.rows[0].choices
         }
+        if budget.generated_rows:
+            self.result.copying = {
+                task.name: compare_with_questions(task.rows)
+                for task in self._free_tests()
+            }
         for what in ("budget", "tasks", "inputs"):
             if getattr(self.result, what) != getattr(fresh, what):
                 raise ValueError(
@@ -222,7 +245,11 @@ class Bench:
 
     def _refuse_overlap(self) -> None:
         """Refuse test rows that calibrate."""
-        used = {hash_row(row) for task in self.calibration for row in self._read(task)}
+        used = {
+            hash_row(row)
+            for path in (*self.calibration.values(), *self.large.values())
+            for row in read_task(path, folders=[Path()]).rows
+        }
         for task in self.tests:
             refuse_overlap(task, used)
 
@@ -259,7 +286,8 @@ class Bench:
         for name, model in models.items():
             needed = [t for t in self.tuning if name in ("base", t.name)]
             known = self.result.tuning.get(name, {})
-            if name in self.result.references and len(known) == len(needed):
+            tested = self.result.references.get(name)
+            if tested and self._is_whole(tested) and len(known) == len(needed):
                 continue
             candidate = make_model_candidate(
                 ModelReference.parse(model),
@@ -269,7 +297,7 @@ class Bench:
             )
             loaded = candidate.load()
             self.result.tuning[name] = self._score_losses(loaded, needed)
-            self.result.references[name] = self._test(loaded)
+            self.result.references[name] = self._test(loaded, 0, tested)
             self.save()
             self.say(f"reference '{name}' tested")
 
@@ -286,43 +314,73 @@ class Bench:
             for name, rows in answers.items()
         }
 
-    def _test(self, loaded: Loaded, seed: int = 0) -> Scored:
+    def _test(self, loaded: Loaded, seed: int, tested: Scored | None) -> Scored:
+        """Score the test rows, and generate; what has been tested is not run again."""
         start = time.process_time()
-        candidate = Candidate(name="model", role="merge", load=lambda: loaded)
-        found = evaluate(
-            [candidate],
-            self.tests,
-            records.Settings(
-                generates=self.budget.generates,
-                max_new_tokens=48,
-                max_tokens=MAX_TOKENS,
-                n_resamples=1,
-            ),
-        )
-        samples: Samples = {
-            result.task: {
-                metric: [None if v is None else round(v, 5) for v in values]
-                for metric, values in result.samples.items()
+        if tested is None:
+            candidate = Candidate(name="model", role="merge", load=lambda: loaded)
+            settings = records.Settings(
+                generates=False, max_tokens=MAX_TOKENS, n_resamples=1
+            )
+            found = evaluate([candidate], self.tests, settings)
+            samples: Samples = {
+                result.task: {
+                    metric: [None if v is None else round(v, 5) for v in values]
+                    for metric, values in result.samples.items()
+                }
+                for result in found.results
             }
-            for result in found.results
-        }
-        return Scored(seed=seed, samples=samples, seconds=time.process_time() - start)
+            tested = Scored(seed=seed, samples=samples, seconds=0)
+        tested.generated = self._generate(loaded)
+        tested.seconds += time.process_time() - start
+        return tested
+
+    def _generate(self, loaded: Loaded) -> Samples:
+        """Let a model answer, and compare its answers with the right ones."""
+        model, tokenizer = loaded
+        generated: Samples = {}
+        for task in self._free_tests():
+            answers, _ = generate_answers(
+                model,
+                tokenizer,
+                task.rows,
+                max_new_tokens=MAX_NEW_TOKENS,
+                max_length=1 << 15,
+                max_tokens=MAX_TOKENS,
+            )
+            generated[task.name] = compare_answers(answers, task.rows)
+        return generated
+
+    def _free_tests(self) -> list[Task]:
+        """List the tasks with free answers, with the rows that are answered."""
+        n_rows = self.budget.generated_rows
+        return [
+            dataclasses.replace(task, rows=task.rows[:n_rows])
+            for task in self.tests
+            if n_rows and task.rows[0].shape in FREE_SHAPES
+        ]
+
+    def _is_whole(self, tested: Scored) -> bool:
+        return set(tested.generated) == {task.name for task in self._free_tests()}
 
     # Rows
 
     def measure(self, method: Method) -> None:
         """Tune, measure and test one row, as far as it is not done."""
         row = self.result.rows.setdefault(method.name, MethodResult(name=method.name))
-        if len(row.tests) == method.seeds:
+        if len(row.tests) == method.seeds and all(map(self._is_whole, row.tests)):
             return
         row.values = self._choose_values(method, row)
         merge = self._plan(method, row.values)
         row.recipe = to_document(merge.config)
         plan = self._find_plan(method, row, merge)
-        while len(row.tests) < method.seeds:
-            seed = len(row.tests)
+        for seed in range(method.seeds):
+            tested = row.tests[seed] if seed < len(row.tests) else None
+            if tested is not None and self._is_whole(tested):
+                continue
             transformers.set_seed(seed)
-            row.tests.append(self._test(load_merge(merge, plan), seed))
+            done = self._test(load_merge(merge, plan), seed, tested)
+            row.tests[seed : seed + 1] = [done]
             self.save()
         self.say(f"'{method.name}' tested")
 
@@ -375,13 +433,14 @@ class Bench:
         self, method: Method, values: Mapping[str, float], *, is_trial: bool = False
     ) -> PlannedMerge:
         calibrates = method.calibrates and not is_trial
+        calibration = self.calibration if method.samples is None else self.large
         recipe = make_recipe(
             method,
             self.base,
             self.experts,
             values,
-            calibration=self.calibration if calibrates else None,
-            samples=self.budget.samples if calibrates else None,
+            calibration=calibration if calibrates else None,
+            samples=(method.samples or self.budget.samples) if calibrates else None,
         )
         config = MergeConfiguration.model_validate(recipe)
         return plan_recipe(config, merge_options(), [Path()])
@@ -428,6 +487,24 @@ def guess_commonest(known: Sequence[Row], asked: Sequence[Row]) -> float:
     guesses = [max(row.choices, key=lambda c: (counts[c], c)) for row in asked]
     pairs = zip(guesses, asked, strict=True)
     return sum(guess == row.completion for guess, row in pairs) / len(asked)
+
+
+def compare_answers(
+    answers: Sequence[str], rows: Sequence[Row]
+) -> dict[str, list[float | None]]:
+    """Compare free answers with the right ones: exact match, 0 or 1; ROUGE-L to 100."""
+    scores, _ = score_answers(answers, [row.completion for row in rows])
+    return {
+        "exact_match": [float(v) for v in scores["exact_match"]],
+        "rougeL": [round(float(v), 3) for v in scores["rougeL"]],
+    }
+
+
+def compare_with_questions(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the mean scores of repeating the question's first line as the answer."""
+    questions = [row.prompt.split("\n", 1)[0] for row in rows]
+    scores = compare_answers(questions, rows)
+    return {metric: fmean(v or 0.0 for v in vs) for metric, vs in scores.items()}
 
 
 def keep_answer(row: Row) -> Row:

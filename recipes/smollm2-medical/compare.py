@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from methods import METHODS
-from results import Scored, SettingResult
+from results import Samples, Scored, SettingResult
 from scipy.stats import rankdata
 
 from mergekit_himerging.evaluation.intervals import (
@@ -38,6 +38,8 @@ class Standing:
     Attributes:
         name: of the row, or of the reference.
         scores: by task, then metric, the mean; of ``loss`` in nats per token.
+        generated: by task with free answers, then metric, the mean over the rows that
+            were answered.
         recovered: by task, share of the expert's gain in loss.
         mean: of the recovered gains over the tasks.
         behind: ``mean`` minus that of the best method that is not Hi-Merging; None for
@@ -52,6 +54,7 @@ class Standing:
 
     name: str
     scores: Mapping[str, Mapping[str, float]]
+    generated: Mapping[str, Mapping[str, float]]
     recovered: Mapping[str, Estimate]
     mean: Estimate
     behind: Estimate | None
@@ -104,7 +107,7 @@ def compare(result: SettingResult) -> Comparison:
         else "loss"
         for task in result.tasks
     }
-    scores = {n: _mean_scores(tests[n]) for n in names}
+    scores = {n: _average([test.samples for test in tests[n]]) for n in names}
     ranks = _rank(scores, methods, headline)
     general = _general(tests)
 
@@ -115,6 +118,7 @@ def compare(result: SettingResult) -> Comparison:
         n: Standing(
             name=n,
             scores=scores[n],
+            generated=_average([test.generated for test in tests[n]]),
             recovered={t: estimate(means[n, t], draws[n, t]) for t in result.tasks},
             mean=estimate(mean[n], drawn_mean[n]),
             behind=None
@@ -190,17 +194,18 @@ def _general(
     }
 
 
-def _mean_scores(tests: Sequence[Scored]) -> dict[str, dict[str, float]]:
+def _average(tests: Sequence[Samples]) -> dict[str, dict[str, float]]:
     """Return means by task and metric, over rows that have the metric, and seeds."""
 
     def average(task: str, metric: str) -> float:
-        lists = [test.samples[task][metric] for test in tests]
+        lists = [samples[task][metric] for samples in tests]
         known = [[v for v in values if v is not None] for values in lists]
         return float(np.mean([np.mean(values) for values in known]))
 
     return {
-        task: {metric: average(task, metric) for metric in samples}
-        for task, samples in tests[0].samples.items()
+        task: {metric: average(task, metric) for metric in metrics}
+        for task, metrics in tests[0].items()
+        if all(task in samples for samples in tests)
     }
 
 

@@ -4,9 +4,12 @@ Invariant: every method is tuned by the same driver with the same number of merg
 weight is tuned for every expert in all methods that take one.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from settings import Setting
 
 Range = tuple[float, float]
 
@@ -36,6 +39,9 @@ class Method:
         needs_base: whether the recipe has a ``base_model``.
         calibrates: whether layers are measured.
         rules: decided anew from the measured scores of row ``start``.
+        samples: calibration rows of each task where layers are measured; the budget's
+            where None.
+        settings: the only ones that it is run in; all where None.
         note: a few words for the table.
     """
 
@@ -52,6 +58,8 @@ class Method:
     needs_base: bool = True
     calibrates: bool = False
     rules: Mapping[str, Any] | None = None
+    samples: int | None = None
+    settings: tuple[str, ...] | None = None
     note: str = ""
 
     @property
@@ -93,6 +101,11 @@ def _measured(
         has_weights=True,
         note=f"from weights {UNTUNED_WEIGHT}, untuned",
     )
+
+
+def _ablated(samples: int) -> Method:
+    method = _measured(f"measured, {samples} samples")
+    return dataclasses.replace(method, samples=samples, settings=("english",))
 
 
 METHODS = {
@@ -184,8 +197,23 @@ METHODS = {
         _measured("measured, agreement", {"metric": "agreement"}),
         _measured("measured, self", {"calibration": "self"}),
         _layers("measured, tuned start", "", resolve="measured"),
+        _ablated(64),
+        _ablated(128),
     )
 }
+
+CORE = ("task arithmetic", "ties", PLAIN, "rules", "measured")
+"""The rows of a quick run: the hardest others to beat, and ours."""
+
+
+def list_rows(setting: Setting, *, is_quick: bool) -> list[str]:
+    """List the rows that are run in a setting, in order."""
+    names = CORE if is_quick or setting.is_brief else tuple(METHODS)
+    return [
+        name
+        for name in names
+        if setting.name in (METHODS[name].settings or (setting.name,))
+    ]
 
 
 def make_recipe(

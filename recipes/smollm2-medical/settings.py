@@ -17,12 +17,14 @@ class Setting:
         title: for the page.
         experts: by task, in order, the name of the expert's folder.
         mixed: the folder of one adapter trained on all tasks together.
+        is_brief: only the core rows are run.
     """
 
     name: str
     title: str
     experts: Mapping[str, str]
     mixed: str | None
+    is_brief: bool = False
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -51,6 +53,7 @@ SETTINGS = {
             "English, the choice expert fully fine-tuned",
             {"en-mcqa": "en-mcqa-full", "en-qa": "en-qa"},
             None,
+            is_brief=True,
         ),
     )
 }
