@@ -16,9 +16,13 @@ from results import MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
 
 from mergekit_himerging.plan import Plan, read_plan
+from mergekit_himerging.views.plot import draw_plan
 
 OURS, OTHER = "#0072b2", "#999999"
 
+
+MEASURED = "measured"
+"""The row whose factors are drawn."""
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 """Around the summary in the repository's README."""
@@ -37,7 +41,11 @@ def write_page(folder: Path, page: Path, readme: Path) -> None:
     """
     comparisons = read_comparisons(folder)
     for comparison in comparisons:
-        draw(comparison, folder / f"{comparison.result.setting}.svg")
+        setting = comparison.result.setting
+        draw(comparison, folder / f"{setting}.svg")
+        if _is_tested(comparison.result, MEASURED):
+            plan = read_plan(plan_path(folder, setting, MEASURED))
+            draw_plan(plan, folder / f"{setting}-{MEASURED}.svg")
     page.write_text("\n".join(_write(comparisons, folder, page.parent)) + "\n", "utf-8")
     text = readme.read_text("utf-8")
     readme.write_text(put_summary(text, comparisons), "utf-8")
@@ -252,6 +260,12 @@ def _write_setting(comparison: Comparison, folder: Path, here: Path) -> Iterator
         yield from _write_generated(comparison)
     yield ""
     yield from _write_analyses(result, folder)
+    if _is_tested(result, MEASURED):
+        plot = (folder / f"{result.setting}-{MEASURED}.svg").relative_to(here)
+        yield ""
+        yield f"What '{MEASURED}' chose, over the layers:"
+        yield ""
+        yield f"![Factors and slopes over the layers]({plot.as_posix()})"
 
 
 def _headline(comparison: Comparison, task: str) -> str:
