@@ -139,7 +139,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         ),
         # The contribution analysis, shared.
         _analysis("preset", "", choices=("", "paper")),
-        _analysis("resolve", "rules", choices=("rules", "measured")),
+        _analysis("resolve", "measured", choices=("measured", "rules")),
         _analysis("measure", "first_order", choices=("first_order", "exact")),
         _analysis("objective", "mean", choices=("mean", "worst")),
         _analysis("gradients", False, type=bool),

@@ -287,12 +287,15 @@ def _check_analysis(config: Any) -> Iterator[str]:
             f"{idle} must come with calibration data, got none; name a file as "
             "'calibration' under the 'parameters' of each model, or remove them"
         )
-    if given.get("resolve") == "measured":
+    preset = PAPER if given.get("preset") == "paper" else {}
+    resolve = {"resolve": PARAMETERS["resolve"].default, **preset, **given}["resolve"]
+    is_analysed = len(without) < len(tasks) and "plan" not in given
+    if resolve == "measured" and (is_analysed or "resolve" in given):
         yield from _check_measured(config, given)
         yield from _check_aims(config, given)
-    else:
+    elif resolve == "rules" and is_analysed:
         idle = sorted({n for mapping in mappings for n in mapping} & {*MEASURED_ONLY})
-        if idle and "plan" not in given and len(without) < len(tasks):
+        if idle:
             yield (
                 f"{idle} must come with 'resolve: measured', got 'resolve: rules', "
                 "which has no use for it; remove one of the two"
@@ -310,18 +313,21 @@ def _check_analysis(config: Any) -> Iterator[str]:
 
 def _check_measured(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Check what does not go with treatments chosen by measurement."""
+    got, remedy = "'resolve: measured'", "remove one of the two"
+    if "resolve" not in given:
+        got, remedy = f"none, so {got}", "add 'resolve: rules', or remove it"
     idle = sorted(set(RULES_ONLY) & set(given))
     if idle:
         yield (
-            f"{idle} must come with 'resolve: rules', got 'resolve: measured', which "
-            "has no use for it; remove one of the two"
+            f"{idle} must come with 'resolve: rules', got {got}, which has no use for "
+            f"it; {remedy}"
         )
     for _, where, _, mapping in _parameter_mappings(config):
         for name, kept in (("consensus", "none"), ("normalize", False)):
             if mapping.get(name, kept) != kept:
                 yield (
                     f"'resolve: measured' must keep {name} at {kept}, got "
-                    f"{mapping[name]} ({where}); remove one of the two"
+                    f"{mapping[name]} ({where}); {remedy}"
                 )
 
 

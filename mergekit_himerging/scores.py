@@ -149,6 +149,8 @@ class WholeScores(Record):
             own model, the plain merge and the merge under the plan.
         recovered_merged, recovered_treated: share of the single model's gain over the
             base that the merge has; None where there is no gain.
+        change_se: standard error of ``score_treated - score_merged``, paired over the
+            samples; None for fewer than two.
         floor_kept: whether the merge by the plan keeps the task's floor; None without
             one, and where there is no gain.
     """
@@ -160,7 +162,16 @@ class WholeScores(Record):
     score_treated: FiniteFloat | None = None
     recovered_merged: FiniteFloat | None = None
     recovered_treated: FiniteFloat | None = None
+    change_se: FiniteFloat | None = None
     floor_kept: bool | None = None
+
+    @property
+    def fall(self) -> float:
+        """By how much the treated merge is worse; 0 within two standard errors."""
+        scores = (self.score_merged, self.score_treated, self.change_se)
+        merged, treated, error = (score or 0.0 for score in scores)
+        is_sure = self.change_se is not None and merged - treated > 2 * error
+        return merged - treated if is_sure else 0.0
 
 
 class TaskReport(WholeScores):

@@ -75,7 +75,11 @@ def make_analysis(
     recipe = make_recipe(
         zoo,
         *experts,
-        parameters={"plan_out": str(folder / "plan.json"), **parameters},
+        parameters={
+            "plan_out": str(folder / "plan.json"),
+            "resolve": "rules",
+            **parameters,
+        },
     )
     for model, name in zip(recipe["models"], experts, strict=True):
         calibration = write_rows(folder, name, completions(name))

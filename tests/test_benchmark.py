@@ -233,7 +233,7 @@ def test_quick_and_brief_runs_do_the_core_rows():
     assert methods.list_rows(full, is_quick=False) == core
     assert methods.list_rows(english, is_quick=False) == list(methods.METHODS)
     without = set(methods.METHODS) - set(methods.list_rows(choice, is_quick=False))
-    assert without == {"measured, 64 samples", "measured, 128 samples"}
+    assert without == {"measured, 128 samples"}
 
 
 def test_results_name_no_folder_of_this_machine(done, place):

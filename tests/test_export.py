@@ -213,7 +213,7 @@ def test_recipe_has_layers_that_differ_and_nothing_to_measure(zoo):
         out_dtype="bfloat16",
         tokenizer={"source": "base", "tokens": {"<龙>": {"source": str(zoo / "a")}}},
         chat_template="chatml",
-        parameters={"seed": 3, "confidence": 1, "guard": "report", "weight": 0.5},
+        parameters={"seed": 3, "gradients": True, "guard": "report", "weight": 0.5},
     )
     for member in recipe["models"]:
         member["parameters"] = {"calibration": "数据.jsonl", "samples": 8}

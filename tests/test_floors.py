@@ -28,6 +28,7 @@ from mergekit_himerging.api import export
 from mergekit_himerging.parameters import RecipeError
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.report import summarize
+from mergekit_himerging.scores import WholeScores
 from mergekit_himerging.search import SearchSettings, search_merge
 from mergekit_himerging.views.markdown import write_card_section, write_report
 from mergekit_himerging.views.table import plan_as_json, render_plan
@@ -88,7 +89,7 @@ def test_weights_and_floors_that_fit_are_taken(of_en, of_zh, at_top):
         (
             "floor: 0.9",
             "task_weight: 2",
-            "measure: exact",
+            "resolve: rules, measure: exact",
             "['floor', 'measure', 'task_weight'] must come with 'resolve: measured', "
             "got 'resolve: rules', which has no use for it; remove one of the two",
         ),
@@ -287,6 +288,32 @@ def test_floor_is_kept_where_the_objective_would_give_it_up(school, tmp_path):
     assert plan.tasks[0].floor_kept is None
     assert plan.tasks[1].recovered_treated == pytest.approx(found["b"], abs=1e-4)
     assert plan.steps[-1].forwards <= BUDGET
+
+
+@pytest.mark.parametrize(
+    ("treated", "error", "fall"),
+    [(-1.5, 0.2, 0.5), (-1.5, 0.26, 0), (-0.5, 0.1, 0), (-1.5, None, 0)],
+)
+def test_fall_is_what_exceeds_two_standard_errors(treated, error, fall):
+    scores = WholeScores(
+        n_samples=4, score_merged=-1.0, score_treated=treated, change_se=error
+    )
+    assert scores.fall == fall
+
+
+def test_task_that_pays_for_the_others_is_named(school, tmp_path, caplog):
+    shared = {"accept_share": 0, "guard": "report"}
+    recipe = make_recipe(school, tmp_path, of_a={"task_weight": 20}, **shared)
+    plan = make_plan(plan_of(recipe))
+    falls = {task.model: task.fall for task in plan.tasks}
+    for model, fall in falls.items():
+        said = f"the tasks together cost '{model}' {fall:.3g} in score on the choosing"
+        assert (said in caplog.text) == bool(fall)
+    assert falls[str(school / "a")] == 0 < falls[str(school / "b")]
+    caplog.clear()
+    again = make_recipe(school, tmp_path, of_a={"task_weight": 20}, **shared)
+    make_plan(plan_of(again))  # from the cache
+    assert "the tasks together cost" in caplog.text
 
 
 def test_floor_out_of_reach_is_said_loudly_and_kept_in_the_plan(

@@ -256,7 +256,9 @@ def test_plan_carries_gradients_and_their_cost_apart_from_the_steps(school, tmp_
     assert cost - before == GRADIENT_FORWARDS * plan.n_layers * batches
 
 
-@pytest.mark.parametrize("setting", ["gradients: true", "preset: paper, gradients: 1"])
+@pytest.mark.parametrize(
+    "setting", ["resolve: rules, gradients: true", "preset: paper, gradients: 1"]
+)
 def test_gradients_without_measurement_are_refused(setting):
     assert problems_of(WITH_DATA % setting) == [
         "['gradients'] must come with 'resolve: measured', got 'resolve: rules', which "

@@ -1,6 +1,7 @@
 """Treatments chosen by measurement: slopes against differences, steps against proof."""
 
 import io
+import statistics
 
 import numpy as np
 import pytest
@@ -146,8 +147,11 @@ def test_measured_merge_is_better_and_exactly_what_the_plan_says(
         name = names[task.model]
         assert task.layers == ()
         assert len(task.slopes) == 2 * plan.n_layers
-        score = float(bench.score(merged, name).mean())
-        assert task.score_treated == pytest.approx(score, abs=1e-5)
+        scores = bench.score(merged, name)
+        assert task.score_treated == pytest.approx(float(scores.mean()), abs=1e-5)
+        changes = [float(s) for s in scores - bench.score(bench.merged(), name)]
+        error = statistics.stdev(changes) / len(changes) ** 0.5
+        assert task.change_se == pytest.approx(error, abs=1e-5)
         gained.append(task.recovered_treated - task.recovered_merged)
     assert np.mean(gained) > 0.02
     taken = [step for step in plan.steps if step.taken]
@@ -260,6 +264,16 @@ def test_worst_task_pulls_most():
             "resolve: measured, rounds: 2, mixed: degraded",
             "['mixed', 'rounds'] must come with 'resolve: rules', got 'resolve: "
             "measured', which has no use for it; remove one of the two",
+        ),
+        (
+            "confidence: 2",
+            "['confidence'] must come with 'resolve: rules', got none, so 'resolve: "
+            "measured', which has no use for it; add 'resolve: rules', or remove it",
+        ),
+        (
+            "normalize: true",
+            "'resolve: measured' must keep normalize at False, got True (parameters); "
+            "add 'resolve: rules', or remove it",
         ),
         (
             "resolve: measured, consensus: sum",

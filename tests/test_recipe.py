@@ -99,7 +99,15 @@ GOOD = {
         "parameters: {metric: loss, samples: 32, mixed: interfering, max_layers: 0, "
         "layer_density: 0, confidence: 1.5, rounds: 2, reference: same_weight, "
         "compare: raw, guard: report, accept_share: 0, seed: 7, "
-        "analysis_memory: 512MB, plan_out: plan.json}"
+        "analysis_memory: 512MB, plan_out: plan.json, resolve: rules}"
+    ),
+    "treatments measured by default": (
+        "models: [{model: org/zh, parameters: {calibration: zh.jsonl, floor: 0.9}}, "
+        "{model: org/en, parameters: {calibration: en.csv}}], "
+        "parameters: {measure: exact, objective: worst}"
+    ),
+    "signs elected without an analysis": (
+        "models: [{model: org/zh}], parameters: {consensus: sum, normalize: true}"
     ),
     "analysis of slices": (
         "slices: [{sources: [{model: org/base, layer_range: [0, 2]}, {model: org/zh, "
@@ -620,6 +628,14 @@ def test_preset_sets_the_papers_reading():
         **{"gradients": False, "smoke_test": True},
         "analysis_memory": "4GB",
     }
+
+
+def test_treatments_are_measured_unless_the_recipe_asks_for_rules():
+    text = GOOD["treatments measured by default"]
+    config = MergeConfiguration.model_validate(read(text))
+    assert read_settings(config)["resolve"] == "measured"
+    config = MergeConfiguration.model_validate(read(GOOD["analysis"]))
+    assert read_settings(config)["resolve"] == "rules"
 
 
 def test_tasks_take_shared_values_where_a_model_has_none():

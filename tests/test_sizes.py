@@ -45,12 +45,10 @@ def save_pair(folder: Path, *names: str, **config: Any) -> Path:
 
 
 def make_measured(
-    folder: Path, *names: str, n_rows: int = 4, samples: int = 64
+    folder: Path, *names: str, n_rows: int = 4, samples: int = 64, **parameters: str
 ) -> dict[str, Any]:
     """Make a recipe whose models are measured, whatever they are worth."""
-    recipe = make_recipe(
-        folder, *names, parameters={"compare": "raw", "reference": "same_weight"}
-    )
+    recipe = make_recipe(folder, *names, parameters={"compare": "raw", **parameters})
     for seed, model in enumerate(recipe["models"]):
         rows = [
             {"prompt": "abc", "completion": f"{seed} {number}"}
@@ -69,10 +67,19 @@ def run(recipe: dict[str, Any], folder: Path) -> Result:
 
 def test_single_layer_is_measured(tmp_path):
     save_pair(tmp_path, "a", "b", n_layers=1)
-    said = run(make_measured(tmp_path, "a", "b", n_rows=2), tmp_path)
+    by_rules = {"resolve": "rules", "reference": "same_weight"}
+    said = run(make_measured(tmp_path, "a", "b", n_rows=2, **by_rules), tmp_path)
     assert said.exit_code == 0, said.output
     plan = read_plan(tmp_path / "merged" / PLAN_FILE)
     assert [s.layer for task in plan.tasks for s in task.layers] == [0, 0]
+
+
+def test_slopes_of_a_single_layer_are_measured(tmp_path):
+    save_pair(tmp_path, "a", "b", n_layers=1)
+    said = run(make_measured(tmp_path, "a", "b", n_rows=2), tmp_path)
+    assert said.exit_code == 0, said.output
+    plan = read_plan(tmp_path / "merged" / PLAN_FILE)
+    assert [s.layer for task in plan.tasks for s in task.slopes] == [0, 0, 0, 0]
 
 
 def test_as_many_layers_as_the_largest_models_have_are_treated(tmp_path):

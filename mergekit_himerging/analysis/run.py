@@ -4,6 +4,7 @@ Invariant: nothing of what is decided here touches a tensor; the outcome is a pl
 the merge reads the plan.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -676,14 +677,18 @@ def _summarize(
         return WholeScores(n_samples=0)
     base, single = float(whole.base.mean()), float(whole.single.mean())
     merged, after = float(whole.merged.mean()), float(treated.mean())
+    changes = treated - whole.merged
+    n_samples = len(changes)
+    error = changes.std(ddof=1) / math.sqrt(n_samples) if n_samples > 1 else None
     least = _find_least(whole, floor)
     return WholeScores(
-        n_samples=len(treated),
+        n_samples=n_samples,
         score_base=base,
         score_single=single,
         score_merged=merged,
         score_treated=after,
         recovered_merged=recovered_gain(merged, base, single),
         recovered_treated=recovered_gain(after, base, single),
+        change_se=None if error is None else float(error),
         floor_kept=None if least is None else (merged if is_plain else after) >= least,
     )

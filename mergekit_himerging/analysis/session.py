@@ -98,7 +98,7 @@ def make_plan(merge: PlannedMerge) -> Plan:
                 "recipe, models and data are those of an earlier run, "
                 "so its analysis is reused",
             )
-            _warn_of_floors(plan)
+            _warn_of_tasks(plan)
             return plan
         for task in tasks:
             merge.say(_describe(task))
@@ -111,12 +111,24 @@ def make_plan(merge: PlannedMerge) -> Plan:
         merge.say(f"plan kept in {keep_plan(fingerprint, plan)}, for a rerun")
     except OSError as error:
         LOG.warning("hi_merging: the plan is not kept for later runs: %s", error)
-    _warn_of_floors(plan)
+    _warn_of_tasks(plan)
     return plan
 
 
-def _warn_of_floors(plan: Plan) -> None:
+def _warn_of_tasks(plan: Plan) -> None:
+    """Warn of tasks that the others' gains are paid with."""
     for task in plan.tasks:
+        judged = task.accepted_on if task.accepted_on.n_samples else task
+        acted = plan.guard is not None and plan.guard.acted
+        if judged.fall and task.task_weight and not acted:
+            LOG.warning(
+                "hi_merging: the treatments that serve the tasks together cost '%s' "
+                "%.3g in score on the %s samples; with 'resolve: measured' a 'floor' "
+                "or 'objective: worst' protects it, without 'calibration' the merge "
+                "is the plain one",
+                *(task.model, judged.fall),
+                "choosing" if judged is task else "judging",
+            )
         for role, scores in (("choosing", task), ("judging", task.accepted_on)):
             if scores.floor_kept is False:
                 LOG.warning(

@@ -79,7 +79,7 @@ def _layers(name: str, note: str, **fixed: Any) -> Method:
         name,
         "hi_merging",
         start=PLAIN,
-        fixed={"guard": "report", **fixed},
+        fixed={"guard": "report", "resolve": "rules", **fixed},
         calibrates=True,
         note=note,
     )
@@ -103,9 +103,9 @@ def _measured(
     )
 
 
-def _ablated(samples: int) -> Method:
+def _more(samples: int, settings: tuple[str, ...] | None = None) -> Method:
     method = _measured(f"measured, {samples} samples")
-    return dataclasses.replace(method, samples=samples, settings=("english",))
+    return dataclasses.replace(method, samples=samples, settings=settings)
 
 
 METHODS = {
@@ -175,11 +175,11 @@ METHODS = {
             "layer-wise",
             "hi_merging",
             start="task arithmetic",
-            fixed={"guard": "report"},
+            fixed={"guard": "report", "resolve": "rules"},
             calibrates=True,
             note="rules, nothing pruned model-wise",
         ),
-        _layers("rules", "defaults"),
+        _layers("rules", "the paper's, by gain"),
         _again("rules, confidence 2", "rules", "", confidence=2.0),
         _again("rules, interfering", "rules", "", mixed="interfering"),
         _layers("rules, same weight", "", reference="same_weight"),
@@ -196,9 +196,16 @@ METHODS = {
         _measured("measured, exact", measure="exact"),
         _measured("measured, agreement", {"metric": "agreement"}),
         _measured("measured, self", {"calibration": "self"}),
-        _layers("measured, tuned start", "", resolve="measured"),
-        _ablated(64),
-        _ablated(128),
+        Method(
+            "measured, tuned start",
+            "hi_merging",
+            start="task arithmetic",
+            fixed={"guard": "report", "resolve": "measured"},
+            calibrates=True,
+            note="those merges besides",
+        ),
+        _more(64),
+        _more(128, ("english",)),
     )
 }
 

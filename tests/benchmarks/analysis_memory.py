@@ -65,7 +65,11 @@ def make_models(folder: Path, n_layers: int) -> Path:
                     }
                     for name in ("a", "b")
                 ],
-                "parameters": {"compare": "raw", "accept_share": 0.0},
+                "parameters": {
+                    "resolve": "rules",
+                    "compare": "raw",
+                    "accept_share": 0.0,
+                },
                 "dtype": "float32",
             }
         ),

@@ -44,7 +44,12 @@ def make_recipe(
             }
             for expert, data in experts.items()
         ],
-        "parameters": {"accept_share": 0.0, "compare": "raw", "guard": "report"},
+        "parameters": {
+            "resolve": "rules",
+            "accept_share": 0.0,
+            "compare": "raw",
+            "guard": "report",
+        },
         "dtype": "float32",
     }
 
