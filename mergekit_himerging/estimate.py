@@ -27,7 +27,7 @@ from mergekit_himerging.analysis.jobs import Depth, Job
 from mergekit_himerging.analysis.measured import BUDGET, EXACT_MEASUREMENTS, TRIES
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
-from mergekit_himerging.analysis.slopes import FORWARDS
+from mergekit_himerging.analysis.slopes import FORWARDS, split_tasks
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
 from mergekit_himerging.analysis.teachers import needs_teacher
 from mergekit_himerging.parameters import RecipeError, parse_bytes
@@ -104,10 +104,11 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     way = merge.settings["resolve"]
     if way == "measured":
         way = merge.settings["measure"]
+    turns = split_tasks(tasks, replay, memory) if way == "first_order" else ()
     passes = [
         chunk
         for jobs in [
-            *_list_passes(tasks, way),
+            *_list_passes(tasks, way, turns=turns),
             *(_list_gradient_passes(tasks) if merge.settings["gradients"] else ()),
         ]
         for chunk in split_jobs(jobs, replay, memory)
@@ -164,7 +165,7 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     if way == "first_order":  # the way back needs every block's input
         choosing = [b for task in tasks for b in task.choosing.batches]
         cells = sum(batch.input_ids.numel() for batch in choosing)
-        hidden.append((n_layers + 2) * cells * width * item_size)
+        hidden.append(min(memory, (n_layers + 2) * cells * width * item_size))
     # Half of the streams are read at once at most: those under the base.
     positions = max(
         max(1, job.n_streams(n_layers) // 2) * job.batch.n_targets for job in every_job
@@ -359,15 +360,19 @@ def _count_exact(tasks: Sequence[TaskData], replay: Replay, memory: int) -> _Exa
 
 
 def _list_passes(
-    tasks: list[TaskData], way: Literal["rules", "first_order", "exact"]
+    tasks: list[TaskData],
+    way: Literal["rules", "first_order", "exact"],
+    *,
+    turns: Sequence[range],
 ) -> list[list[Job]]:
     """List the jobs of each pass of one round, as the analysis makes them.
 
     The first are the experts', of tasks that are scored by agreement with them.
 
     Of treatments chosen by measurement, all that the budget allows: a pass there, one
-    back that costs the rest of `FORWARDS`, and one for the step; exact measurements
-    are counted apart.
+    back that costs the rest of `FORWARDS`, and one for the step; where the batches go
+    back in turns, each turn reads the layers twice. Exact measurements are counted
+    apart.
     """
 
     def jobs(choosing: Depth, accepting: Depth | None) -> list[Job]:
@@ -381,10 +386,16 @@ def _list_passes(
 
     middle = [jobs("layers", None)]
     once = jobs("merged", None)
+    in_turns = len(turns) > 1
     if way == "exact":
         middle = [once] * (EXACT_MEASUREMENTS * TRIES)
     if way == "first_order":
-        middle = [once, once * (FORWARDS - 1), once] * (BUDGET // (FORWARDS + 1))
+        back = [once * (FORWARDS - 1)]
+        if in_turns:
+            some = [[once[number] for number in turn] for turn in turns]
+            back = [jobs for part in some for jobs in (part, part * (FORWARDS - 1))]
+        n_measured = BUDGET // (FORWARDS + in_turns + 1)
+        middle = [once, *back, once] * n_measured
     experts = [
         Job(task.settings.model, batch, "merged")
         for task in tasks

@@ -2,6 +2,7 @@
 
 import io
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,17 @@ from test_analysis import ROWS, Bench, encode, make_analysis, save_school, write
 from test_analysis import make_tokenizer as make_letters
 from test_recipe import WITH_DATA, problems_of
 
+from mergekit_himerging.analysis import session
 from mergekit_himerging.analysis.measured import BUDGET, MAX_FACTOR, choose_factors
 from mergekit_himerging.analysis.objective import Objective
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
-from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
+from mergekit_himerging.analysis.slopes import (
+    FORWARDS,
+    Slopes,
+    measure_slopes,
+    split_tasks,
+    split_turns,
+)
 from mergekit_himerging.estimate import estimate_cost
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.planning import plan_recipe
@@ -44,7 +52,7 @@ def plan_of(recipe):
     return plan_recipe(config, MergeOptions(quiet=True))
 
 
-def slopes_of(recipe, plan=None):
+def slopes_of(recipe, plan=None, memory=2**30, **more):
     merge = plan_of(recipe)
     cpu = torch.device("cpu")
     return measure_slopes(
@@ -53,8 +61,9 @@ def slopes_of(recipe, plan=None):
         read_data(merge, cpu, accept_share=0.0),
         make_replay(merge, cpu),
         device=cpu,
-        memory=2**30,
+        memory=memory,
         cuts={},
+        **more,
     )
 
 
@@ -294,6 +303,89 @@ def test_worst_task_pulls_most():
 )
 def test_what_does_not_go_with_measuring_is_named(setting, problem):
     assert problems_of(WITH_DATA % setting) == [problem]
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_slopes_are_the_same_where_batches_go_back_in_turns(
+    school, tmp_path, monkeypatch, metric
+):
+    monkeypatch.setitem(session.BATCH_CELLS, "cpu", 24)
+    recipe = make_analysis(school, tmp_path, "a", "b", of_model={"metric": metric})
+    recipe["parameters"] = {}
+    if metric == "accuracy":  # options of one question lie in different batches
+        for item, name in zip(recipe["models"], "ab", strict=True):
+            rows = [
+                {"prompt": p, "choices": [c, "or", "not so at all"], "answer": 0}
+                for p, c in ROWS[name]
+            ]
+            item["parameters"]["calibration"] = write_rows(tmp_path, name, rows)
+    merge = plan_of(recipe)
+    tasks = read_data(merge, torch.device("cpu"), accept_share=0.0)
+    replay = make_replay(merge, torch.device("cpu"))
+    cells = [b.input_ids.numel() for task in tasks for b in task.choosing.batches]
+    cell_bytes = 4 * replay.width
+    least = (3 * sum(cells) + 3 * max(cells)) * cell_bytes
+    turns = split_tasks(tasks, replay, least)
+    assert len(cells) >= len(turns) > 2
+    told = []
+    found = slopes_of(recipe, memory=least, progress=lambda n, label: told.append(n))
+    whole = slopes_of(recipe)
+    assert np.allclose(found.slopes, whole.slopes, atol=1e-6)
+    assert np.abs(whole.slopes).max() > 0.01
+    for some, others in zip(found.scores, whole.scores, strict=True):
+        assert np.allclose(some, others, atol=1e-6)
+    # There, again but for the last of 3 blocks, and back.
+    assert sum(told) == (3 + 2 + 3 * 3) * len(cells)
+    with pytest.raises(ValueError, match="analysis_memory must be at least"):
+        slopes_of(recipe, memory=least - 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "turns"),
+    [
+        (12 * 70, [range(4)]),  # (10 + 2) times all 70 cells
+        (12 * 70 - 1, [range(3), range(3, 4)]),  # 629 besides 210, for 600 at most
+        (210 + 300, [range(2), range(2, 3), range(3, 4)]),
+        (210 + 299, None),
+    ],
+)
+def test_turns_take_as_many_batches_as_fit(memory, turns):
+    batches = [
+        SimpleNamespace(input_ids=torch.zeros(1, n, dtype=torch.long))
+        for n in (10, 20, 30, 10)
+    ]
+    shared = {"n_layers": 10, "cell_bytes": 4, "memory": 4 * memory}
+    if turns is None:
+        with pytest.raises(ValueError, match="must be at least 1MiB"):
+            split_turns(batches, **shared)
+    else:
+        assert split_turns(batches, **shared) == turns
+
+
+def test_turns_are_counted_in_the_cost_of_every_step(school, tmp_path, monkeypatch):
+    monkeypatch.setitem(session.BATCH_CELLS, "cpu", 24)
+    recipe = make_analysis(
+        school, tmp_path, "a", "b", resolve="measured", of_model={"weight": 0.3}
+    )
+    del recipe["parameters"]["plan_out"]
+    merge = plan_of(recipe)
+    at_once = make_plan(merge)
+    replay = make_replay(merge, torch.device("cpu"))
+    tasks = read_data(merge, torch.device("cpu"), accept_share=0.5)
+    cells = [b.input_ids.numel() for task in tasks for b in task.choosing.batches]
+    memory = 5 * sum(cells) * 4 * replay.width
+    monkeypatch.setitem(recipe["parameters"], "analysis_memory", memory - 1)
+    merge = plan_of(recipe)
+    tasks = read_data(merge, torch.device("cpu"), accept_share=0.5)
+    cost = estimate_cost(merge)
+    plan = make_plan(merge)
+    assert [step.forwards for step in at_once.steps][:2] == [5, 10]
+    assert [step.forwards for step in plan.steps][:2] == [6, 12]
+    assert plan.steps[0].objective == pytest.approx(at_once.steps[0].objective)
+    assert plan.steps[-1].forwards <= BUDGET
+    n_batches = len(cells) + sum(len(task.accepting.batches) for task in tasks)
+    # Four measurements and steps of 6 forwards, and four whole models; of 3 blocks.
+    assert cost.n_block_calls == 3 * (4 * 6 * len(cells) + 4 * n_batches)
 
 
 def test_too_little_memory_says_how_much_is_needed(school, tmp_path):

@@ -15,7 +15,7 @@ from mergekit_himerging.analysis.data import TaskData
 from mergekit_himerging.analysis.graph import Cuts, PlannedWeights
 from mergekit_himerging.analysis.jobs import Front
 from mergekit_himerging.analysis.replay import Replay, Weights
-from mergekit_himerging.analysis.slopes import FORWARDS, take_back
+from mergekit_himerging.analysis.slopes import FORWARDS, split_tasks, take_back
 from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.parameters import add_place
 from mergekit_himerging.scores import MatrixGradients
@@ -90,7 +90,7 @@ def measure_gradients(
             load,
             open_block,
             note,
-            memory=memory,
+            turns=[_fit_turn(some, replay, memory)],
             progress=progress,
             label=f"gradients, {front}",
         )
@@ -99,6 +99,18 @@ def measure_gradients(
     at_base = measure("base", tasks)
     at_single = [measure("single", [task])[0] for task in tasks]
     return [_list_matrices(*pair) for pair in zip(at_base, at_single, strict=True)]
+
+
+def _fit_turn(tasks: Sequence[TaskData], replay: Replay, memory: int) -> range:
+    """Return all batches as one turn: norms are of sums over all samples."""
+    turns = split_tasks(tasks, replay, memory)
+    if len(turns) > 1:
+        raise ValueError(
+            f"analysis_memory must hold all samples at once for 'gradients', got "
+            f"{memory / 2**20:.3g}MiB, which holds them in {len(turns)} turns; raise "
+            "it, use fewer samples, or remove 'gradients'"
+        )
+    return turns[0]
 
 
 def take_norms(gradient: torch.Tensor) -> tuple[float, float]:

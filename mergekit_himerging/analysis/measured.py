@@ -80,10 +80,18 @@ class Way:
     budget: int
 
 
-def pick_way(measure: Measure, *, n_layers: int, n_models: int) -> Way:
-    """Pick a way to measure a merge of so many layers and models."""
+def pick_way(
+    measure: Measure, *, n_layers: int, n_models: int, in_turns: bool = False
+) -> Way:
+    """Pick a way to measure a merge of so many layers and models.
+
+    Args:
+        measure: which.
+        n_layers, n_models: of the merge.
+        in_turns: whether the samples do not fit into memory together.
+    """
     if measure == "first_order":
-        return Way(measure_slopes, FORWARDS, BUDGET)
+        return Way(measure_slopes, FORWARDS + in_turns, BUDGET)
     forwards = count_forwards(n_layers, n_models)
     budget = EXACT_MEASUREMENTS * (forwards + TRIES)
     return Way(measure_differences, forwards, budget)

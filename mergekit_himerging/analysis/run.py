@@ -35,6 +35,7 @@ from mergekit_himerging.analysis.objective import Kind, Objective
 from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
+from mergekit_himerging.analysis.slopes import split_tasks
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.plan import Plan, Treatment
@@ -264,7 +265,16 @@ def _resolve_by_measurement(
     models = [task.settings.model for task in tasks]
     aims = {task.settings.model: task.settings for task in tasks}
     objective = _make_objective(choosing, _gains(choosing, settings), settings, aims)
-    way = pick_way(settings.measure, n_layers=skeleton.n_layers, n_models=len(models))
+    in_turns = (
+        settings.measure == "first_order"
+        and len(split_tasks(tasks, engine.replay, settings.memory)) > 1
+    )
+    way = pick_way(
+        settings.measure,
+        n_layers=skeleton.n_layers,
+        n_models=len(models),
+        in_turns=in_turns,
+    )
     plain = engine.resolve(None)
     shared: dict[str, Any] = {
         "device": engine.device,

@@ -9,7 +9,7 @@ block runs again on the way back, from the hidden state that went into it.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from mergekit_himerging.kernel import weigh_delta
 from mergekit_himerging.tasks import PlannedTensor
 
 FORWARDS = 4
-"""Cost in forward passes: one there, one again on the way back, two for gradients."""
+"""Cost in forward passes: one there, one again on the way back, two for gradients; one
+more where the batches go back in turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,46 @@ class Slopes:
 
     scores: Sequence[FloatArray]
     slopes: FloatArray
+
+
+def split_turns(
+    batches: Sequence[Batch], *, n_layers: int, cell_bytes: int, memory: int
+) -> list[range]:
+    """Split batches into turns that go back one after the other.
+
+    A batch in its turn holds what goes into every block; besides, every batch holds its
+    embeddings, a gradient and what is between two blocks.
+
+    Args:
+        batches: in order.
+        n_layers: of the model.
+        cell_bytes: of one token's hidden state.
+        memory: bytes that hidden states may take.
+
+    Returns:
+        Numbers of batches; a single turn wherever all fit.
+
+    Raises:
+        ValueError: the largest batch needs more than ``memory``.
+    """
+    cells = [batch.input_ids.numel() for batch in batches]
+    if (n_layers + 2) * sum(cells) * cell_bytes <= memory:
+        return [range(len(cells))]
+    needed = (3 * sum(cells) + n_layers * max(cells)) * cell_bytes
+    if needed > memory:
+        raise ValueError(
+            f"analysis_memory must be at least {-(-needed // 2**20)}MiB to measure "
+            f"slopes on all samples, got {memory / 2**20:.3g}MiB; raise it, or use "
+            "fewer samples"
+        )
+    room = memory // cell_bytes - 3 * sum(cells)
+    starts, left = [0], room
+    for number, n_cells in enumerate(cells):
+        if n_layers * n_cells > left:
+            starts.append(number)
+            left = room
+        left -= n_layers * n_cells
+    return [range(*ends) for ends in pairwise([*starts, len(cells)])]
 
 
 @dataclass(slots=True)
@@ -80,12 +121,13 @@ def measure_slopes(
         tasks: what is scored.
         replay: the model to run.
         device: where deltas are merged.
-        memory: bytes that hidden states may take.
+        memory: bytes that hidden states may take; batches that do not fit together go
+            back in turns.
         cuts: of earlier passes; extended.
         progress: told of block forwards done.
 
     Raises:
-        ValueError: hidden states need more than ``memory``.
+        ValueError: the hidden states of a batch need more than ``memory``.
     """
     models = [task.settings.model for task in tasks]
     by_layer: dict[int | None, list[PlannedTensor]] = {}
@@ -125,9 +167,25 @@ def measure_slopes(
                 slopes[task, layer, models.index(model)] += float(product)
 
     scores = take_back(
-        tasks, replay, load, open_block, add_up, memory=memory, progress=progress
+        tasks,
+        replay,
+        load,
+        open_block,
+        add_up,
+        turns=split_tasks(tasks, replay, memory),
+        progress=progress,
     )
     return Slopes(scores, slopes)
+
+
+def split_tasks(tasks: Sequence[TaskData], replay: Replay, memory: int) -> list[range]:
+    """Split the choosing samples' batches into turns, see ``split_turns``."""
+    return split_turns(
+        [batch for task in tasks for batch in task.choosing.batches],
+        n_layers=len(replay.blocks),
+        cell_bytes=replay.width * replay.dtype.itemsize,
+        memory=memory,
+    )
 
 
 def take_back(
@@ -137,7 +195,7 @@ def take_back(
     open_block: Callable[[int], tuple[Weights, Weights]],
     visit: Callable[[int, int, Weights], None],
     *,
-    memory: int,
+    turns: Sequence[range],
     progress: Progress,
     label: str = "slopes",
 ) -> list[FloatArray]:
@@ -153,16 +211,14 @@ def take_back(
         open_block: a block's number -> its weights by local name, and those of them
             to differentiate by, under names of the caller's.
         visit: told block, task (its place in ``tasks``) and the gradients under the
-            same names, ``[*weight]``, summed over all samples; once for each pair.
-        memory: bytes that hidden states may take.
+            same names, ``[*weight]``, summed over the samples of a turn; once for each
+            pair and turn.
+        turns: batches, over all tasks, that go back together.
         progress: told of block forwards done.
         label: what progress is told.
 
     Returns:
         Scores by task, ``[samples]``, in the task's metric.
-
-    Raises:
-        ValueError: hidden states need more than ``memory``.
     """
     jobs = [
         (number, Job(task.settings.model, batch, "merged"))
@@ -170,14 +226,17 @@ def take_back(
         for batch in task.choosing.batches
     ]
     n_layers = len(replay.blocks)
-    cells = sum(job.batch.input_ids.numel() for _, job in jobs)
-    needed = (n_layers + 2) * cells * replay.width * replay.dtype.itemsize
-    if needed > memory:
-        raise ValueError(
-            f"analysis_memory must be at least {-(-needed // 2**20)}MiB to measure "
-            f"slopes on all samples, got {memory / 2**20:.3g}MiB; raise it, or use "
-            "fewer samples"
-        )
+    in_turns = len(turns) > 1
+
+    def forward(some: Sequence[_Stream], upto: int, *, keeps: bool, word: str) -> None:
+        with torch.no_grad():
+            for layer in range(upto):
+                block = replay.pick_block(load(layer), layer)
+                step = partial(_step_forward, some, layer, keeps)
+                replay.with_block(layer, block, step)
+                told = f"{label}, {word}, layer {layer + 1}/{n_layers}"
+                progress(len(some), told)
+
     outer = replay.pick_outer(load(None))
     streams = []
     with torch.no_grad():
@@ -186,10 +245,7 @@ def take_back(
             mask = job.batch.attention_mask.to(replay.device)
             recording = replay.record(outer, ids, mask)
             streams.append(_Stream(number, job, recording, [recording.hidden]))
-        for layer in range(n_layers):
-            block = replay.pick_block(load(layer), layer)
-            replay.with_block(layer, block, partial(_forward, streams, layer))
-            progress(len(jobs), f"{label}, forward, layer {layer + 1}/{n_layers}")
+        forward(streams, n_layers, keeps=not in_turns, word="forward")
         read = [
             read_targets([s.hidden[-1]], replay, outer, s.job.batch)[0] for s in streams
         ]
@@ -197,19 +253,29 @@ def take_back(
     for stream, coefficient in zip(streams, coefficients, strict=True):
         stream.gradient = _start_back(stream, coefficient, replay, outer)
     del outer
-    for layer in reversed(range(n_layers)):
-        with torch.enable_grad():
-            block, varied = open_block(layer)
-            step = partial(_step_back, streams, layer, varied, visit)
-            replay.with_block(layer, block, step)
-        progress(3 * len(jobs), f"{label}, back, layer {layer + 1}/{n_layers}")
+    for turn in turns:
+        some = [streams[number] for number in turn]
+        if in_turns:
+            for stream in some:
+                stream.hidden = [stream.recording.hidden]
+            forward(some, n_layers - 1, keeps=True, word="forward again")
+        for layer in reversed(range(n_layers)):
+            with torch.enable_grad():
+                block, varied = open_block(layer)
+                step = partial(_step_back, some, layer, varied, visit)
+                replay.with_block(layer, block, step)
+            progress(3 * len(some), f"{label}, back, layer {layer + 1}/{n_layers}")
     return scores
 
 
-def _forward(streams: Sequence[_Stream], layer: int, run: RunBlock) -> None:
+def _step_forward(
+    streams: Sequence[_Stream], layer: int, keeps: bool, run: RunBlock
+) -> None:
     for stream in streams:
-        call = stream.recording.calls[layer]
-        stream.hidden.append(run(stream.hidden[-1], call))
+        output = run(stream.hidden[-1], stream.recording.calls[layer])
+        if not keeps:
+            stream.hidden.pop()
+        stream.hidden.append(output)
 
 
 def _score(
