@@ -302,6 +302,10 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     assert "Not run yet in this setting: linear; ties; " in text
     assert (folder / "english.svg").read_text(encoding="utf-8").startswith("<?xml")
     standing = compare.compare(done).methods[0]
+    assert f"\n| {standing.name} | **{standing.mean.value:.3f}** |" in text
+    measured = next(s for s in compare.compare(done).methods if s.name == "measured")
+    assert measured.behind is not None
+    assert f"| {measured.mean.value:.3f} | {measured.behind.value:+.3f} [" in text
     assert f"{standing.mean.value:.3f} [{standing.mean.low:.3f}" in text
     summary = readme.read_text(encoding="utf-8")
     assert summary.startswith("before\n")

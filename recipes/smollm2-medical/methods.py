@@ -103,8 +103,13 @@ def _measured(
     )
 
 
-def _more(samples: int, settings: tuple[str, ...] | None = None) -> Method:
-    method = _measured(f"measured, {samples} samples")
+def _more(
+    samples: int,
+    name: str = "measured",
+    of_tasks: Mapping[str, Any] | None = None,
+    settings: tuple[str, ...] | None = None,
+) -> Method:
+    method = _measured(f"{name}, {samples} samples", of_tasks)
     return dataclasses.replace(method, samples=samples, settings=settings)
 
 
@@ -205,7 +210,8 @@ METHODS = {
             note="those merges besides",
         ),
         _more(64),
-        _more(128, ("english",)),
+        _more(64, "measured, agreement", {"metric": "agreement"}),
+        _more(128, settings=("english",)),
     )
 }
 

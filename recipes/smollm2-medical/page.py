@@ -88,22 +88,47 @@ def _is_tested(result: SettingResult, method: str) -> bool:
 
 
 def summarize(comparisons: Sequence[Comparison]) -> list[str]:
-    """Write one line a setting: our best row against the best other method."""
+    """Write one line a setting: our rows against the best other method."""
     lines = [
-        "| setting | best other method | recovered | best Hi-Merging row | recovered "
-        "| difference | others tested |",
-        "|---|---|---|---|---|---|---|",
+        "| setting | best other method | recovered | default (`measured`) | difference "
+        "| best Hi-Merging row | recovered | difference | others tested |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for comparison in comparisons:
         other, ours = comparison.best_other, _best_ours(comparison)
         if other is None or ours is None or ours.behind is None:
             continue
-        lines.append(
-            f"| {SETTINGS[comparison.result.setting].title} | {other.name} "
-            f"| {other.mean.value:.3f} | {ours.name} | {ours.mean.value:.3f} "
-            f"| {_show_signed(ours.behind)} | {_count_others(comparison)} |"
-        )
+        default = next((s for s in comparison.methods if s.name == MEASURED), None)
+        cells = ["", ""]
+        if default is not None and default.behind is not None:
+            cells = [f"{default.mean.value:.3f}", _show_signed(default.behind)]
+        cells = [
+            SETTINGS[comparison.result.setting].title,
+            *(other.name, f"{other.mean.value:.3f}", *cells),
+            *(ours.name, f"{ours.mean.value:.3f}", _show_signed(ours.behind)),
+            str(_count_others(comparison)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _write_overview(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Write every row's mean recovered gain in every setting."""
+    yield "Mean recovered gain of every row, the best of a setting in bold:"
+    yield ""
+    titles = [SETTINGS[comparison.result.setting].title for comparison in comparisons]
+    yield "|  | " + " | ".join(titles) + " |"
+    yield "|---|" + "---|" * len(titles)
+    found = [{s.name: s.mean.value for s in c.methods} for c in comparisons]
+    for name in METHODS:
+        if not any(name in values for values in found):
+            continue
+        cells = []
+        for values in found:
+            cell = f"{values[name]:.3f}" if name in values else ""
+            is_best = name == max(values, key=lambda n: values[n])
+            cells.append(f"**{cell}**" if is_best else cell)
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _count_others(comparison: Comparison) -> int:
@@ -137,6 +162,8 @@ def _write(
     )
     yield ""
     yield from summarize(comparisons)
+    yield ""
+    yield from _write_overview(comparisons)
     done = {comparison.result.setting for comparison in comparisons}
     missing = [s.title for s in SETTINGS.values() if s.name not in done]
     if missing:
