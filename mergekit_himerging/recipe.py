@@ -213,11 +213,10 @@ def read_settings(config: Any) -> dict[str, Any]:
         Value by name, defaults and ``preset`` applied; per-model ones are left out.
     """
     given = config.parameters or {}
-    preset = PAPER if given.get("preset") == "paper" else {}
     settings: dict[str, Any] = {}
     for name, parameter in PARAMETERS.items():
         if parameter.whole_merge and not parameter.per_model:
-            value = {name: parameter.default, **preset, **given}[name]
+            value = _read_value(name, given)
             settings[name] = None if value is None else check_value(parameter, value)
     return settings
 
@@ -244,6 +243,12 @@ def read_tasks(config: Any) -> list[TaskSettings]:
             }
             tasks[model] = TaskSettings(model, **values)  # type: ignore[arg-type]
     return [tasks[model] for model in sorted(tasks)]
+
+
+def _read_value(name: str, given: Mapping[str, Any]) -> Any:
+    """Read one of the recipe's own parameters, or what its preset or default says."""
+    preset = PAPER if given.get("preset") == "paper" else {}
+    return {name: PARAMETERS[name].default, **preset, **given}[name]
 
 
 def _check_analysis(config: Any) -> Iterator[str]:
@@ -287,8 +292,7 @@ def _check_analysis(config: Any) -> Iterator[str]:
             f"{idle} must come with calibration data, got none; name a file as "
             "'calibration' under the 'parameters' of each model, or remove them"
         )
-    preset = PAPER if given.get("preset") == "paper" else {}
-    resolve = {"resolve": PARAMETERS["resolve"].default, **preset, **given}["resolve"]
+    resolve = _read_value("resolve", given)
     is_analysed = len(without) < len(tasks) and "plan" not in given
     if resolve == "measured" and (is_analysed or "resolve" in given):
         yield from _check_measured(config, given)

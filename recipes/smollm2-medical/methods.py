@@ -4,7 +4,6 @@ Invariant: every method is tuned by the same driver with the same number of merg
 weight is tuned for every expert in all methods that take one.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -74,11 +73,11 @@ PLAIN = "model-wise"
 """The row that other Hi-Merging rows start from."""
 
 
-def _layers(name: str, note: str, **fixed: Any) -> Method:
+def _layers(name: str, note: str, *, start: str = PLAIN, **fixed: Any) -> Method:
     return Method(
         name,
         "hi_merging",
-        start=PLAIN,
+        start=start,
         fixed={"guard": "report", "resolve": "rules", **fixed},
         calibrates=True,
         note=note,
@@ -90,7 +89,12 @@ def _again(name: str, start: str, note: str, **rules: Any) -> Method:
 
 
 def _measured(
-    name: str, of_tasks: Mapping[str, Any] | None = None, **fixed: Any
+    name: str,
+    of_tasks: Mapping[str, Any] | None = None,
+    *,
+    samples: int | None = None,
+    settings: tuple[str, ...] | None = None,
+    **fixed: Any,
 ) -> Method:
     return Method(
         name,
@@ -99,18 +103,10 @@ def _measured(
         of_tasks=of_tasks or {},
         calibrates=True,
         has_weights=True,
+        samples=samples,
+        settings=settings,
         note=f"from weights {UNTUNED_WEIGHT}, untuned",
     )
-
-
-def _more(
-    samples: int,
-    name: str = "measured",
-    of_tasks: Mapping[str, Any] | None = None,
-    settings: tuple[str, ...] | None = None,
-) -> Method:
-    method = _measured(f"{name}, {samples} samples", of_tasks)
-    return dataclasses.replace(method, samples=samples, settings=settings)
 
 
 METHODS = {
@@ -176,13 +172,8 @@ METHODS = {
             calibrates=True,
             note="weights 1 / n, density and scale tuned",
         ),
-        Method(
-            "layer-wise",
-            "hi_merging",
-            start="task arithmetic",
-            fixed={"guard": "report", "resolve": "rules"},
-            calibrates=True,
-            note="rules, nothing pruned model-wise",
+        _layers(
+            "layer-wise", "rules, nothing pruned model-wise", start="task arithmetic"
         ),
         _layers("rules", "the paper's, by gain"),
         _again("rules, confidence 2", "rules", "", confidence=2.0),
@@ -201,17 +192,17 @@ METHODS = {
         _measured("measured, exact", measure="exact"),
         _measured("measured, agreement", {"metric": "agreement"}),
         _measured("measured, self", {"calibration": "self"}),
-        Method(
+        _layers(
             "measured, tuned start",
-            "hi_merging",
+            "those merges besides",
             start="task arithmetic",
-            fixed={"guard": "report", "resolve": "measured"},
-            calibrates=True,
-            note="those merges besides",
+            resolve="measured",
         ),
-        _more(64),
-        _more(64, "measured, agreement", {"metric": "agreement"}),
-        _more(128, settings=("english",)),
+        _measured("measured, 64 samples", samples=64),
+        _measured(
+            "measured, agreement, 64 samples", {"metric": "agreement"}, samples=64
+        ),
+        _measured("measured, 128 samples", samples=128, settings=("english",)),
     )
 }
 

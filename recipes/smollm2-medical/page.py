@@ -22,7 +22,7 @@ OURS, OTHER = "#0072b2", "#999999"
 
 
 MEASURED = "measured"
-"""The row whose factors are drawn."""
+"""The row of the package's defaults: it is judged, and its factors are drawn."""
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 """Around the summary in the repository's README."""
@@ -183,7 +183,7 @@ def _write(
 def _verdict(comparisons: Sequence[Comparison]) -> str:
     """Say in which settings Hi-Merging is first, and in which it is not.
 
-    The row that counts is named beforehand: the default's, and not the best of many.
+    The row that counts is the default's, and not the best of many.
     """
     first, open_, lost = [], [], []
     for comparison in comparisons:
