@@ -63,7 +63,7 @@ def plan_of(recipe):
     return plan_recipe(config, MergeOptions(quiet=True))
 
 
-def gradients_of(recipe):
+def gradients_of(recipe, memory=2**30):
     """Measure a recipe's gradients, by task and matrix."""
     merge = plan_of(recipe)
     cpu = torch.device("cpu")
@@ -74,7 +74,7 @@ def gradients_of(recipe):
         tasks,
         make_replay(merge, cpu),
         device=cpu,
-        memory=2**30,
+        memory=memory,
         cuts={},
     )
     return [{record.matrix: record for record in records} for records in found]
@@ -194,6 +194,26 @@ def test_nuclear_norm_is_the_sum_of_singular_values(shape):
     expected = pytest.approx((frobenius, float(nuclear)), rel=1e-6)
     assert take_norms(matrix) == expected
     assert torch.equal(matrix, before)
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_samples_that_do_not_fit_together_are_refused(school, tmp_path):
+    recipe = make_analysis(school, tmp_path, "a", "b")
+    recipe["parameters"] = {}
+    merge = plan_of(recipe)
+    cpu = torch.device("cpu")
+    batches = [
+        batch
+        for task in read_data(merge, cpu, accept_share=0.0)
+        for batch in task.choosing.batches
+    ]
+    cells = sum(batch.input_ids.numel() for batch in batches)
+    needed = (3 + 2) * cells * 4 * make_replay(merge, cpu).width  # 3 layers
+    gradients_of(recipe, memory=needed)
+    with pytest.raises(
+        ValueError, match=r"must hold all samples at once .* in 2 turns"
+    ):
+        gradients_of(recipe, memory=needed - 1)
 
 
 def test_gradient_that_is_not_finite_is_refused():
