@@ -73,19 +73,32 @@ PLAIN = "model-wise"
 """The row that other Hi-Merging rows start from."""
 
 
-def _layers(name: str, note: str, *, start: str = PLAIN, **fixed: Any) -> Method:
+ABLATIONS = ("english", "bilingual")
+"""The settings in which our options are compared with each other: two, since a default
+is changed only for what two support; in all five they would take most of the time."""
+
+
+def _layers(
+    name: str,
+    note: str,
+    *,
+    start: str = PLAIN,
+    settings: tuple[str, ...] | None = None,
+    **fixed: Any,
+) -> Method:
     return Method(
         name,
         "hi_merging",
         start=start,
         fixed={"guard": "report", "resolve": "rules", **fixed},
         calibrates=True,
+        settings=settings,
         note=note,
     )
 
 
-def _again(name: str, start: str, note: str, **rules: Any) -> Method:
-    return Method(name, "hi_merging", start=start, rules=rules, note=note)
+def _again(name: str, start: str, **rules: Any) -> Method:
+    return Method(name, "hi_merging", start=start, rules=rules, settings=ABLATIONS)
 
 
 def _measured(
@@ -176,31 +189,34 @@ METHODS = {
             "layer-wise", "rules, nothing pruned model-wise", start="task arithmetic"
         ),
         _layers("rules", "the paper's, by gain"),
-        _again("rules, confidence 2", "rules", "", confidence=2.0),
-        _again("rules, interfering", "rules", "", mixed="interfering"),
-        _layers("rules, same weight", "", reference="same_weight"),
+        _again("rules, confidence 2", "rules", confidence=2.0),
+        _again("rules, interfering", "rules", mixed="interfering"),
+        _layers("rules, same weight", "", settings=ABLATIONS, reference="same_weight"),
         _again(
             "rules, same weight, interfering",
             "rules, same weight",
-            "",
             mixed="interfering",
         ),
-        _layers("rules, two rounds", "", rounds=2),
-        _layers("rules, scope model", "", scope="model"),
+        _layers("rules, two rounds", "", settings=ABLATIONS, rounds=2),
+        _layers("rules, scope model", "", settings=ABLATIONS, scope="model"),
         _measured("measured", objective="mean"),
-        _measured("measured, worst", objective="worst"),
-        _measured("measured, exact", measure="exact"),
+        _measured("measured, worst", objective="worst", settings=("english", "four")),
+        _measured("measured, exact", measure="exact", settings=("english",)),
         _measured("measured, agreement", {"metric": "agreement"}),
-        _measured("measured, self", {"calibration": "self"}),
+        _measured("measured, self", {"calibration": "self"}, settings=ABLATIONS),
         _layers(
             "measured, tuned start",
             "those merges besides",
             start="task arithmetic",
+            settings=ABLATIONS,
             resolve="measured",
         ),
-        _measured("measured, 64 samples", samples=64),
+        _measured("measured, 64 samples", samples=64, settings=ABLATIONS),
         _measured(
-            "measured, agreement, 64 samples", {"metric": "agreement"}, samples=64
+            "measured, agreement, 64 samples",
+            {"metric": "agreement"},
+            samples=64,
+            settings=ABLATIONS,
         ),
         _measured("measured, 128 samples", samples=128, settings=("english",)),
     )
