@@ -227,13 +227,22 @@ def test_question_as_answer_is_scored_by_its_first_line():
 
 def test_quick_and_brief_runs_do_the_core_rows():
     english, full = settings.SETTINGS["english"], settings.SETTINGS["english-full"]
-    choice = settings.SETTINGS["choice"]
     core = list(methods.CORE)
     assert methods.list_rows(english, is_quick=True) == core
     assert methods.list_rows(full, is_quick=False) == core
     assert methods.list_rows(english, is_quick=False) == list(methods.METHODS)
-    without = set(methods.METHODS) - set(methods.list_rows(choice, is_quick=False))
-    assert without == {"measured, 128 samples"}
+
+
+def test_whole_runs_do_every_other_method_and_the_paper_in_every_setting():
+    everywhere = {m.name for m in methods.METHODS.values() if m.family == "other"}
+    everywhere |= {"model-wise", "paper", "layer-wise", "rules", "measured"}
+    everywhere |= {"measured, agreement"}
+    for name in ("choice", "english", "bilingual", "four"):
+        rows = methods.list_rows(settings.SETTINGS[name], is_quick=False)
+        assert everywhere <= set(rows), name
+    bilingual = methods.list_rows(settings.SETTINGS["bilingual"], is_quick=False)
+    assert "rules, confidence 2" in bilingual
+    assert "measured, 128 samples" not in bilingual
 
 
 def test_results_name_no_folder_of_this_machine(done, place):
