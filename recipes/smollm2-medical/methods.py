@@ -211,7 +211,7 @@ METHODS = {
             settings=ABLATIONS,
             resolve="measured",
         ),
-        _measured("measured, 64 samples", samples=64, settings=ABLATIONS),
+        _measured("measured, 64 samples", samples=64),
         _measured(
             "measured, agreement, 64 samples",
             {"metric": "agreement"},
