@@ -310,6 +310,9 @@ def test_task_that_pays_for_the_others_is_named(school, tmp_path, caplog):
         said = f"the tasks together cost '{model}' {fall:.3g} in score on the choosing"
         assert (said in caplog.text) == bool(fall)
     assert falls[str(school / "a")] == 0 < falls[str(school / "b")]
+    shares = plan.tasks[1].recovered_merged, plan.tasks[1].recovered_treated
+    said = "(recovered gain {:.1%} before and {:.1%} after); a 'floor' or 'objective"
+    assert said.format(*shares) in caplog.text
     caplog.clear()
     again = make_recipe(school, tmp_path, of_a={"task_weight": 20}, **shared)
     make_plan(plan_of(again))  # from the cache

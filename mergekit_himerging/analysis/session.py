@@ -3,7 +3,7 @@
 import copy
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import TaskSettings, to_document
 from mergekit_himerging.tasks import describe_merge
+from mergekit_himerging.views.words import show_share
 
 LOG = logging.getLogger(__name__)
 
@@ -123,11 +124,14 @@ def _warn_of_tasks(plan: Plan) -> None:
         if judged.fall and task.task_weight and not acted:
             LOG.warning(
                 "hi_merging: the treatments that serve the tasks together cost '%s' "
-                "%.3g in score on the %s samples; with 'resolve: measured' a 'floor' "
-                "or 'objective: worst' protects it, without 'calibration' the merge "
-                "is the plain one",
+                "%.3g in score on the %s samples (recovered gain %s before and %s "
+                "after); %s protects it, without 'calibration' the merge is the plain "
+                "one",
                 *(task.model, judged.fall),
                 "choosing" if judged is task else "judging",
+                show_share(judged.recovered_merged),
+                show_share(judged.recovered_treated),
+                _find_protection(plan.settings),
             )
         for role, scores in (("choosing", task), ("judging", task.accepted_on)):
             if scores.floor_kept is False:
@@ -136,6 +140,15 @@ def _warn_of_tasks(plan: Plan) -> None:
                     "its recovered gain in the plan",
                     *(task.model, role),
                 )
+
+
+def _find_protection(settings: Mapping[str, Any]) -> str:
+    """Say what keeps a task from paying for the others."""
+    if settings.get("resolve") == "rules":
+        return "'resolve: measured' with a 'floor' or 'objective: worst'"
+    if settings.get("objective") == "worst":
+        return "a 'floor'"
+    return "a 'floor' or 'objective: worst'"
 
 
 def _analyse(
