@@ -2,18 +2,19 @@
 
     python tests/benchmarks/analysis_speed.py BASE \
         EXPERT EXPERT.calibration.jsonl EXPERT EXPERT.calibration.jsonl \
-        [--samples 16] [--density 0.2]
+        [--samples 16] [--density 0.2] [--resolve rules]
 
 Prints, from one run and net of imports:
 
 - analysis: the whole of it, as `mergekit-yaml` runs it;
-- bare: the counted block and head calls, made directly on transformers' own modules
-  with all weights in memory, and nothing else; with `--bare-share` below 1 only such a
-  share of each layer's calls is made and the rest is multiplied;
+- bare, for the rules: the counted block and head calls, made directly on
+  transformers' own modules with all weights in memory, and nothing else; with
+  `--bare-share` below 1 only such a share of each layer's calls is made and the rest is
+  multiplied;
 - read: loading, pruning and merging every tensor once, as the analysis does;
 - probe: writing one variant with MergeKit, loading it with transformers and scoring
-  one task; a checkpoint per probe takes 4 * tasks * layers of these (two are timed, the
-  rest is multiplication).
+  one task; a checkpoint per probe of the rules takes 4 * tasks * layers of these (two
+  are timed, the rest is multiplication).
 
 Adapters are merged before the clock. Every sample chooses (`accept_share: 0`).
 """
@@ -27,7 +28,7 @@ import click
 
 
 def make_recipe(
-    base: str, experts: dict[str, str], samples: int, density: float
+    base: str, experts: dict[str, str], samples: int, density: float, resolve: str
 ) -> dict[str, Any]:
     return {
         "merge_method": "hi_merging",
@@ -45,10 +46,10 @@ def make_recipe(
             for expert, data in experts.items()
         ],
         "parameters": {
-            "resolve": "rules",
+            "resolve": resolve,
             "accept_share": 0.0,
-            "compare": "raw",
             "guard": "report",
+            **({"compare": "raw"} if resolve == "rules" else {}),
         },
         "dtype": "float32",
     }
@@ -63,6 +64,7 @@ class StopError(Exception):
 @click.argument("experts_and_data", nargs=-1, required=True)
 @click.option("--samples", default=16, show_default=True)
 @click.option("--density", default=0.2, show_default=True)
+@click.option("--resolve", type=click.Choice(["rules", "measured"]), default="rules")
 @click.option("--bare-share", default=1.0, show_default=True)
 @click.option("--probes/--no-probes", default=True, show_default=True)
 @click.option("--cache", default=None, help="where merged adapters are kept")
@@ -71,6 +73,7 @@ def main(
     experts_and_data: tuple[str, ...],
     samples: int,
     density: float,
+    resolve: str,
     bare_share: float,
     probes: bool,
     cache: str | None,
@@ -93,7 +96,7 @@ def main(
         write_model_card=False,
     )
     experts = dict(zip(experts_and_data[::2], experts_and_data[1::2], strict=True))
-    recipe = make_recipe(base, experts, samples, density)
+    recipe = make_recipe(base, experts, samples, density, resolve)
     config = MergeConfiguration.model_validate(recipe)
     for model in config.referenced_models():
         model.merged(options.lora_merge_cache, lora_merge_dtype="float32")
@@ -145,16 +148,19 @@ def main(
 
     read = clock(read_all)
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    bare = run_bare(model, batches, n_layers, bare_share)
-
     analysis = seen["seconds"]
     click.echo(f"analysis {analysis:8.2f} s")
-    click.echo(f"bare     {bare:8.2f} s   analysis / bare {analysis / bare:.2f}")
-    click.echo(
-        f"read     {read:8.2f} s   analysis / (bare + read) "
-        f"{analysis / (bare + read):.2f}"
-    )
+    click.echo(f"read     {read:8.2f} s")
+    bare = None
+    if resolve == "rules":
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        bare = run_bare(model, batches, n_layers, bare_share)
+        click.echo(
+            f"bare     {bare:8.2f} s   analysis / bare {analysis / bare:.2f}, "
+            f"analysis / (bare + read) {analysis / (bare + read):.2f}"
+        )
+    else:
+        click.echo(f"forwards {seen['plan'].steps[-1].forwards:8}")
     if not probes:
         return
     n_probes = 4 * len(experts) * n_layers
@@ -179,13 +185,16 @@ def main(
         )
         score = clock(lambda v=variants: score_all(v[0], batches)) / len(experts)
         total = n_probes * (write + load + score)
-        predicted = total / (bare + read)
-        click.echo(
+        words = (
             f"probe by {method:11}: write {write:.2f} + load {load:.2f} + score "
             f"{score:.2f} s, times {n_probes} = {total:.0f} s (multiplied); "
-            f"{total / analysis:.1f} times the analysis, predicted {predicted:.1f}, "
-            f"reached {total / analysis / predicted:.0%}"
+            f"{total / analysis:.1f} times the analysis"
         )
+        if bare is not None:
+            predicted = total / (bare + read)
+            reached = total / analysis / predicted
+            words += f", predicted {predicted:.1f}, reached {reached:.0%}"
+        click.echo(words)
 
 
 def run_bare(model: Any, batches: list[Any], n_layers: int, share: float) -> float:
