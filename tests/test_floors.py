@@ -23,7 +23,7 @@ from test_run import AIMS, WHOLES, make_settings, whole
 
 from mergekit_himerging.analysis.measured import BUDGET
 from mergekit_himerging.analysis.run import _judge, _summarize
-from mergekit_himerging.analysis.session import make_plan
+from mergekit_himerging.analysis.session import _find_protection, make_plan
 from mergekit_himerging.api import export
 from mergekit_himerging.parameters import RecipeError
 from mergekit_himerging.plan import read_plan
@@ -299,6 +299,19 @@ def test_fall_is_what_exceeds_two_standard_errors(treated, error, fall):
         n_samples=4, score_merged=-1.0, score_treated=treated, change_se=error
     )
     assert scores.fall == fall
+
+
+@pytest.mark.parametrize(
+    ("resolve", "objective", "remedy"),
+    [
+        ("rules", "mean", "'resolve: measured' with a 'floor' or 'objective: worst'"),
+        ("measured", "mean", "a 'floor' or 'objective: worst'"),
+        ("measured", "worst", "a 'floor'"),
+    ],
+)
+def test_remedy_for_a_task_that_pays_is_one_that_is_not_set(resolve, objective, remedy):
+    settings = {"resolve": resolve, "objective": objective}
+    assert _find_protection(settings) == remedy
 
 
 def test_task_that_pays_for_the_others_is_named(school, tmp_path, caplog):

@@ -144,9 +144,9 @@ def _warn_of_tasks(plan: Plan) -> None:
 
 def _find_protection(settings: Mapping[str, Any]) -> str:
     """Say what keeps a task from paying for the others."""
-    if settings.get("resolve") == "rules":
+    if settings["resolve"] == "rules":
         return "'resolve: measured' with a 'floor' or 'objective: worst'"
-    if settings.get("objective") == "worst":
+    if settings["objective"] == "worst":
         return "a 'floor'"
     return "a 'floor' or 'objective: worst'"
 

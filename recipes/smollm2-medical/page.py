@@ -12,9 +12,10 @@ import matplotlib as mpl
 from compare import Comparison, Estimate, Standing, compare
 from matplotlib.figure import Figure
 from methods import METHODS, list_rows
-from results import MethodResult, SettingResult, plan_path, read_result
+from results import Budget, MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
 
+from mergekit_himerging.analysis.measured import BUDGET as FORWARDS
 from mergekit_himerging.plan import Plan, read_plan
 from mergekit_himerging.views.plot import draw_plan
 
@@ -78,6 +79,9 @@ def put_summary(readme: str, comparisons: Sequence[Comparison]) -> str:
     words = f"Mean recovered gain on at most {budget.test_rows} test rows of each task"
     if budget.name == "quick":
         words += f", {budget.trials} merges to tune a method (a quick run: leads)"
+    words += (
+        f"; '{MEASURED}' with {budget.samples} samples instead of its default of 64"
+    )
     lines = [BEGIN, f"{words}:", "", *summarize(comparisons), END]
     return before + "\n".join(lines) + after
 
@@ -212,7 +216,6 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
         parts.append("The interval holds zero in: " + "; ".join(open_) + ".")
     if first:
         parts.append("Hi-Merging is first in: " + "; ".join(first) + ".")
-    samples = comparisons[0].result.budget.samples
     others = (
         _describe(
             comparisons, WHOLE_DEFAULT, "With the package's default of 64 samples"
@@ -226,11 +229,19 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
             *parts,
             f"In brackets: the row, which is the default '{MEASURED}' wherever that "
             "was tested, the difference of its mean recovered gain to the best other "
-            "method's, and of how many others that is the best. It has "
-            f"{samples} samples of each task, which cost about as much as the tuning "
-            "of the others.",
+            "method's, and of how many others that is the best. Of each task it takes "
+            f"{_tell_cost(comparisons[0].result.budget)}.",
             *filter(None, others),
         ]
+    )
+
+
+def _tell_cost(budget: Budget) -> str:
+    """Say how much data our row sees, beside the tuning of another."""
+    return (
+        f"{budget.samples} samples, at most {FORWARDS} forward passes over half of "
+        f"them, where the tuning of a method takes {budget.trials} over "
+        f"{budget.tuning_rows}"
     )
 
 
@@ -451,9 +462,7 @@ def _write_method(comparisons: Sequence[Comparison]) -> Iterator[str]:
         f"the ranges below and scored by mean recovered gain on {budget.tuning_rows} "
         "calibration rows of each task; every expert has a weight of its own. Layers "
         f"were measured on {budget.samples} calibration rows of each task, half of "
-        "which judge, where a row's name says nothing else: at most 25 forward passes "
-        f"over {budget.samples // 2} rows each, where the tuning of a method takes "
-        f"{budget.trials} over {budget.tuning_rows}."
+        "which judge, where a row's name says nothing else."
     )
     yield ""
     yield "| method | what was chosen | trials | seconds of a merge | tuned values |"

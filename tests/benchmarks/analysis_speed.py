@@ -64,7 +64,12 @@ class StopError(Exception):
 @click.argument("experts_and_data", nargs=-1, required=True)
 @click.option("--samples", default=16, show_default=True)
 @click.option("--density", default=0.2, show_default=True)
-@click.option("--resolve", type=click.Choice(["rules", "measured"]), default="rules")
+@click.option(
+    "--resolve",
+    type=click.Choice(["rules", "measured"]),
+    default="rules",
+    show_default=True,
+)
 @click.option("--bare-share", default=1.0, show_default=True)
 @click.option("--probes/--no-probes", default=True, show_default=True)
 @click.option("--cache", default=None, help="where merged adapters are kept")
