@@ -16,6 +16,7 @@ from test_analysis import ROWS, make_analysis, save_school, write_rows
 
 from mergekit_himerging.analysis.cache import (
     find_plan,
+    hash_code,
     hash_model,
     keep_plan,
     make_fingerprint,
@@ -160,6 +161,28 @@ def test_changed_model_is_analysed_again(analysed, rerun, monkeypatch, model):
     finally:
         path.write_bytes(backup)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_changed_code_of_one_version_analyses_again(analysed, rerun, monkeypatch):
+    monkeypatch.setattr("mergekit_himerging.analysis.session.hash_code", lambda: "new")
+    with pytest.raises(AnalysedAgainError):
+        stop_at_analysis(rerun, make_recipe(analysed), monkeypatch)
+
+
+def test_hash_of_code_tells_names_and_contents(tmp_path):
+    def hash_of(number: int, **files: str) -> str:
+        for name, text in files.items():
+            path = tmp_path / str(number) / name / "code.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(text, encoding="utf-8")
+        return hash_code(tmp_path / str(number))
+
+    first = hash_of(0, a="x = 1", b="")
+    assert hash_of(1, a="x = 1", b="") == first
+    others = [hash_of(2, a="x = 2", b=""), hash_of(3, b="x = 1", a="")]
+    others += [hash_of(4, a="x = 1"), hash_of(5, a="x = 1", c="")]
+    assert len({first, *others}) == 5
+    assert hash_code() != hash_code(tmp_path / "0")
 
 
 def test_damaged_plan_is_measured_again(analysed, rerun, cache, monkeypatch):

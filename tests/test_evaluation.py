@@ -327,9 +327,12 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     assert loads == []
 
 
-@pytest.mark.parametrize("change", ["model", "rows", "settings", "damage"])
+@pytest.mark.parametrize("change", ["model", "rows", "settings", "code", "damage"])
 def test_what_is_kept_is_used_for_the_same_content_alone(
-    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     (candidate, *_), loads = make_candidates(fingerprint="v1")
     (task, _), settings = make_tasks(), QUICK
@@ -341,6 +344,9 @@ def test_what_is_kept_is_used_for_the_same_content_alone(
         task = Task(task.name, task.source, task.rows[1:])
     elif change == "settings":
         settings = settings.model_copy(update={"max_new_tokens": 2})
+    elif change == "code":
+        name = "mergekit_himerging.evaluation.run.hash_code"
+        monkeypatch.setattr(name, lambda: "another state of the code")
     else:
         (path,) = tmp_path.iterdir()
         path.write_text("{", encoding="utf-8")

@@ -282,6 +282,9 @@ def test_rows_are_drawn_once(school, tmp_path, monkeypatch, cache):
         file.write_text("damaged", encoding="utf-8")
     assert hashes() == first
     assert len(drawn) == 6
+    monkeypatch.setattr(self_rows, "hash_code", lambda: "another state of the code")
+    hashes()
+    assert len(drawn) == 8
 
 
 def test_adapter_draws_what_its_merged_model_draws(school, tmp_path):

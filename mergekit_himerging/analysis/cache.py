@@ -1,12 +1,13 @@
 """Plans of earlier analyses, found again by everything that went into them.
 
 A plan is reused only where its fingerprint is the same: settings, resolved values of
-every tensor, token ids of the calibration data, versions, and what is cheap to read of
-the models: names, sizes and times of their files, and hashes of safetensors headers,
-indexes, configs and adapters' configs. A file that is changed in place without a change
-of size or time is not noticed.
+every tensor, token ids of the calibration data, versions, this package's own code, and
+what is cheap to read of the models: names, sizes and times of their files, and hashes
+of safetensors headers, indexes, configs and adapters' configs. A file that is changed
+in place without a change of size or time is not noticed.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from mergekit_himerging.files import write_text
 from mergekit_himerging.plan import Plan, read_plan
 
 VERSIONED = ("mergekit-himerging", "mergekit", "transformers", "torch")
+PACKAGE = Path(__file__).parents[1]
 MAX_HEADER_BYTES = 100 * 2**20
 SAMPLES, SAMPLE_BYTES = 256, 512
 """How many blocks of a file of weights are hashed, and how long they are."""
@@ -30,6 +32,16 @@ SAMPLES, SAMPLE_BYTES = 256, 512
 def read_versions() -> dict[str, str]:
     """Read the versions of the packages that a measurement depends on."""
     return {name: version(name) for name in VERSIONED}
+
+
+@functools.cache
+def hash_code(package: Path = PACKAGE) -> str:
+    """Hash a package's code, as sha256 hex: of one version there may be many states."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def folders_of(model: ModelReference) -> list[Path]:

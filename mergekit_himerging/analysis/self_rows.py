@@ -12,11 +12,12 @@ import torch
 from mergekit_himerging.analysis.cache import (
     find_place,
     folders_of,
+    hash_code,
     hash_model,
     make_fingerprint,
     read_versions,
 )
-from mergekit_himerging.analysis.drawing import MAX_TOKENS, ROUNDS, draw_rows, open_turn
+from mergekit_himerging.analysis.drawing import draw_rows, open_turn
 from mergekit_himerging.analysis.references import load_reference
 from mergekit_himerging.analysis.row_files import read_rows
 from mergekit_himerging.analysis.rows import Row
@@ -54,11 +55,11 @@ def make_self_rows(
         {
             "files": {str(m): hash_model(folders_of(m)) for m in sources},
             "turn": None if turn is None else [turn.before, turn.after],
-            "bounds": [MAX_TOKENS, ROUNDS],
             "samples": task.samples,
             "seed": merge.settings["seed"],
             "device": device.type,
             "versions": read_versions(),
+            "code": hash_code(),
         }
     )
     path = find_place(f"self-{fingerprint}.jsonl")

@@ -16,6 +16,7 @@ from mergekit.options import MergeOptions
 from mergekit_himerging.analysis.cache import (
     find_plan,
     folders_of,
+    hash_code,
     hash_model,
     keep_plan,
     make_fingerprint,
@@ -369,6 +370,7 @@ def _fingerprint(
             "model_config": merge.load_output()[1].to_dict(),
             "device": device.type,
             "dtype": merge.config.dtype,
+            "code": hash_code(),
         }
     )
 

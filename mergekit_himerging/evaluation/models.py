@@ -4,8 +4,6 @@ Invariant: a merge is made in memory by MergeKit's own tasks, of any method, and
 what `mergekit-yaml` would write.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +18,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from mergekit_himerging.analysis.cache import folders_of, hash_model
+from mergekit_himerging.analysis.cache import folders_of, hash_model, make_fingerprint
 from mergekit_himerging.analysis.references import (
     Loaded,
     load_reference,
@@ -122,7 +120,7 @@ def make_merge_candidate(
         name=name,
         role="merge",
         load=lambda: load_merge(merge, plan),
-        fingerprint=_hash(content),
+        fingerprint=make_fingerprint(content),
     )
 
 
@@ -143,7 +141,7 @@ def make_model_candidate(
             reference, options, others, device=pick_device(options)
         ),
         task=task,
-        fingerprint=_hash({"model": hash_model(folders_of(reference))}),
+        fingerprint=make_fingerprint({"model": hash_model(folders_of(reference))}),
     )
 
 
@@ -174,8 +172,3 @@ def match_tasks(
         ]
         found[model] = fitting[0] if len(fitting) == 1 else None
     return found
-
-
-def _hash(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()

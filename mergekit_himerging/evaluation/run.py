@@ -1,13 +1,11 @@
 """The whole evaluation: every model on every task, one model in memory at a time.
 
 Invariant: what is kept of a stopped run is found again by content alone: the model's
-fingerprint, the rows, the settings that matter, the versions.
+fingerprint, the rows, the settings that matter, the versions and this package's code.
 """
 
 import gc
-import hashlib
 import importlib.metadata
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from mergekit_himerging.analysis.cache import hash_code, make_fingerprint
 from mergekit_himerging.analysis.references import Loaded
 from mergekit_himerging.evaluation.compare import (
     compare_models,
@@ -231,10 +230,16 @@ class _Work:
         matters = self._settings.model_dump(
             include={"generates", "max_new_tokens", "max_length"}
         )
-        key = [self._candidate.fingerprint, task.sha256, matters, _versions(*MEASURES)]
-        text = json.dumps(key, sort_keys=True)
-        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-        return self._keep_in / f"{digest}.json"
+        fingerprint = make_fingerprint(
+            {
+                "candidate": self._candidate.fingerprint,
+                "rows": task.sha256,
+                "settings": matters,
+                "versions": _versions(*MEASURES),
+                "code": hash_code(),
+            }
+        )
+        return self._keep_in / f"{fingerprint}.json"
 
 
 def _read_kept(path: Path) -> Measured | None:
