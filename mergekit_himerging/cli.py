@@ -168,13 +168,13 @@ def show(plan: Path, as_json: bool) -> None:
     mergekit-himerging show merged/
     mergekit-himerging show plan.json --json | jq .summary
     """
-    from mergekit_himerging.views.table import plan_as_json, render_plan
+    from mergekit_himerging.views.table import make_console, plan_as_json, render_plan
 
     found = _read_plan(plan)
     if as_json:
         click.echo(plan_as_json(found))
     else:
-        _console().print(render_plan(found))
+        make_console().print(render_plan(found))
 
 
 @main.command()
@@ -368,6 +368,7 @@ def evaluate(
     from mergekit_himerging import api
     from mergekit_himerging.evaluation.records import Settings
     from mergekit_himerging.evaluation.table import make_tables
+    from mergekit_himerging.views.table import make_console
 
     if json_out is not None:
         _check_out(json_out, *map(Path, models))
@@ -388,7 +389,7 @@ def evaluate(
         )
     if json_out is not None:
         write_text(json_out, found.to_json())
-    console = _console()
+    console = make_console()
     console.print(make_tables(found, width=console.width))
     if json_out is not None:
         click.echo(f"scores written to {json_out}")
@@ -451,12 +452,6 @@ def _check_out(out: Path, *inputs: Path | None) -> None:
             f"'{out}' must be a new file, got one that the command needs for itself; "
             "name another file"
         )
-
-
-def _console() -> Console:
-    """Make a console that is wide in a pipe, where nobody counts columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
 
 
 @contextmanager

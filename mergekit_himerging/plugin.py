@@ -275,7 +275,7 @@ def _treat(planner: Any, config: Any) -> None:
     from mergekit_himerging import planning  # loads MergeKit's graph, which loads us
     from mergekit_himerging.analysis.session import make_plan
     from mergekit_himerging.estimate import check_space
-    from mergekit_himerging.report import summarize
+    from mergekit_himerging.views.table import make_console, render_plan
 
     merge = planning.describe_planner(planner, config)
     run = _RUN.get(_Run())
@@ -291,7 +291,7 @@ def _treat(planner: Any, config: Any) -> None:
     if plan is None and merge.tasks:
         plan = make_plan(merge)
         if not merge.options.quiet:
-            click.echo(summarize(plan))
+            make_console().print(render_plan(plan))
     elif plan is None:
         merge.say("no calibration data, so the merge is model-wise only")
     treated = merge.resolve(plan)

@@ -690,8 +690,8 @@ def test_quiet_says_nothing_and_loud_says_all(school, tmp_path):
     loud = run_loud(tmp_path, recipe)
     for words in (
         f"'{school}/a' on '{tmp_path}/a.jsonl': 2 samples choose, 2 accept",
-        f"task 2: '{school}/b', score in nats per token, higher is better",
-        "guard: the treated merge is",
+        "score: negative loss in nats per target token, higher is better",
+        "guard               the treated merge is",
         f"hi_merging: plan kept in {tmp_path}/cache/",
         f"hi_merging: plan written to {tmp_path}/merged/{PLAN_FILE}",
         f"hi_merging: plan written to {tmp_path}/plan.json",

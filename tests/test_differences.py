@@ -20,7 +20,7 @@ from mergekit_himerging.analysis.session import make_plan, make_replay, read_dat
 from mergekit_himerging.analysis.slopes import measure_slopes
 from mergekit_himerging.estimate import estimate_cost
 from mergekit_himerging.plan import Plan, Treatment, read_plan
-from mergekit_himerging.report import summarize
+from mergekit_himerging.views.factors import describe_way
 
 CPU = torch.device("cpu")
 
@@ -225,7 +225,7 @@ def test_exact_way_is_merged_shown_and_within_its_budget(school, merge, tmp_path
     assert plan.steps[0].taken
     assert plan.steps[0].forwards == 9 + 1
     assert plan.steps[-1].forwards <= 2 * (9 + 4)
-    assert "slopes measured by every factor up and down (exact)" in summarize(plan)
+    assert describe_way(plan) == "slopes measured by every factor up and down (exact)"
     bench = Bench.of(school, "a", "b", weight=0.3)
     names = {str(school / name): name for name in "ab"}
     for task in plan.tasks:

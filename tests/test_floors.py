@@ -27,11 +27,11 @@ from mergekit_himerging.analysis.session import _find_protection, make_plan
 from mergekit_himerging.api import export
 from mergekit_himerging.parameters import RecipeError
 from mergekit_himerging.plan import read_plan
-from mergekit_himerging.report import summarize
 from mergekit_himerging.scores import WholeScores
 from mergekit_himerging.search import SearchSettings, search_merge
 from mergekit_himerging.views.markdown import write_card_section, write_report
 from mergekit_himerging.views.table import plan_as_json, render_plan
+from mergekit_himerging.views.words import describe_aim
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,7 @@ def test_excluded_task_is_reported_and_not_aimed_at(school, tmp_path, objective)
     taken = [step for step in plan.steps if step.taken]
     assert taken
     assert taken[-1].objective == pytest.approx(aimed.recovered_treated, abs=1e-6)
-    assert "task 2: not aimed at (task_weight 0)" in summarize(plan)
+    assert describe_aim(excluded) == "not aimed at (task_weight 0)"
 
 
 def test_weight_of_a_task_decides_who_wins(school, tmp_path):
@@ -347,7 +347,6 @@ def test_floor_out_of_reach_is_said_loudly_and_kept_in_the_plan(
     path.write_text(plan.to_json(), encoding="utf-8")
     assert read_plan(path) == plan
     words = "floor 1.5, NOT KEPT on the choosing samples, NOT KEPT on the judging"
-    assert words in summarize(plan)
     out = io.StringIO()
     Console(file=out, width=240).print(render_plan(plan))
     assert words in out.getvalue()

@@ -17,7 +17,7 @@ ORDER = (
     *("preflight.coverage", "preflight.deltas", "preflight.entry"),
     *("preflight.inspect", "preflight", "planning", "verify"),
     *("export.filters", "export.breadcrumbs", "export.recipe"),
-    *("views.words", "views.factors", "report", "views.table", "views.panels"),
+    *("views.words", "views.factors", "views.table", "views.panels"),
     *("views.plot", "views.markdown", "merged_folder"),
     *("analysis.rows", "analysis.row_files", "analysis.samples"),
     *("analysis.overlap", "analysis.calibration", "analysis.data"),

@@ -29,7 +29,6 @@ from mergekit_himerging.analysis.slopes import (
 from mergekit_himerging.estimate import estimate_cost
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.planning import plan_recipe
-from mergekit_himerging.report import summarize
 from mergekit_himerging.views.markdown import write_report
 from mergekit_himerging.views.plot import draw_plan
 from mergekit_himerging.views.table import plan_as_json, render_plan
@@ -176,17 +175,20 @@ def test_measured_plan_is_shown_in_every_view(school, tmp_path):
     )
     del recipe["parameters"]["plan_out"]
     plan = make_plan(plan_of(recipe))
-    assert "step 1: objective" in summarize(plan)
     out = io.StringIO()
     Console(file=out, width=240).print(render_plan(plan))
     text = out.getvalue()
     changed = [t for t in plan.treatments if t.action == "set"]
+    assert plan.steps
     report = write_report(plan, recipe=yaml.safe_dump(recipe), plot=None)
     cost = f"in {plan.steps[-1].forwards} forward passes over the choosing samples"
     assert changed
     for view in (text, report):
         assert all(f" {t.weight_factor:g} " in view for t in changed)
         assert cost in view
+        for step in plan.steps:
+            better = f"{step.improvement:+.4f} ± {step.improvement_se:.4f}"
+            assert better in view
     draw_plan(plan, tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").stat().st_size > 1000
     assert plan_as_json(plan)

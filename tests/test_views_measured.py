@@ -22,13 +22,13 @@ from test_views import (
 )
 
 from mergekit_himerging.plan import Plan
-from mergekit_himerging.report import summarize
 from mergekit_himerging.scores import MatrixGradients, Slope, StepReport
 from mergekit_himerging.views.factors import (
     describe_choice,
     join_layers,
     list_factors,
     list_slopes,
+    list_steps,
     list_weights,
 )
 from mergekit_himerging.views.markdown import write_card_section, write_report
@@ -215,11 +215,19 @@ def test_slopes_of_other_tasks_are_averaged():
     assert others == pytest.approx({0: (-0.04 + 0.1) / 2, 1: 0.0, 2: 0.05})
 
 
-def test_summary_tells_the_choice_and_its_cost():
-    text = summarize(make_measured())
-    assert "steps: 2 of 3 steps taken, in 11 forward passes" in text
-    assert "8 more for the gradients" in text
-    assert "largest factor: 2 (task 2 in layer 2)" in text
+def test_steps_are_told_with_their_floors_and_cost():
+    missed = make_step(taken=False, forwards=10).model_copy(
+        update={"shortfall": 0.25, "breaks_floor": True}
+    )
+    plan = make_measured(steps=[make_step(taken=True, forwards=5), missed])
+    assert list_steps(plan) == [
+        ["1", "0.9000", "+0.1000 ± 0.0100", "5", "taken"],
+        [
+            *("2", "0.9000", "+0.1000 ± 0.0100", "10"),
+            "not taken, breaks a floor, "
+            "floors lack 0.2500, which counts in 'better by'",
+        ],
+    ]
 
 
 # Table and JSON

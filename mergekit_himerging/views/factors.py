@@ -10,6 +10,7 @@ from itertools import groupby
 from statistics import fmean
 
 from mergekit_himerging.plan import Plan, Treatment
+from mergekit_himerging.scores import StepReport
 from mergekit_himerging.views.words import describe_treatment, show_share
 
 
@@ -117,6 +118,42 @@ def find_extremes(plan: Plan) -> tuple[Extreme, Extreme]:
         )
 
     return find(max(values)), find(min(values))
+
+
+def describe_way(plan: Plan) -> str:
+    """Say how slopes were measured; empty where none were."""
+    if not is_measured(plan):
+        return ""
+    if plan.settings.get("measure") == "exact":
+        return "slopes measured by every factor up and down (exact)"
+    return "slopes measured by a pass back (first_order)"
+
+
+STEP_HEADS = ("step", "objective", "better by", "forwards", "outcome")
+"""What the cells of a step are: see ``StepReport``; forward passes are those so far."""
+
+
+def list_steps(plan: Plan) -> list[list[str]]:
+    """List the steps that were tried, with a cell for each of ``STEP_HEADS``."""
+    return [
+        [
+            str(number),
+            f"{step.objective:.4f}",
+            f"{step.improvement:+.4f} ± {step.improvement_se:.4f}",
+            str(step.forwards),
+            _describe_outcome(step),
+        ]
+        for number, step in enumerate(plan.steps, 1)
+    ]
+
+
+def _describe_outcome(step: StepReport) -> str:
+    words = ["taken" if step.taken else "not taken"]
+    if step.breaks_floor:
+        words.append("breaks a floor")
+    if step.shortfall:
+        words.append(f"floors lack {step.shortfall:.4f}, which counts in 'better by'")
+    return ", ".join(words)
 
 
 def describe_choice(plan: Plan, labels: Mapping[str, str]) -> dict[str, str]:

@@ -13,15 +13,17 @@ import yaml
 
 from mergekit_himerging.names import clean_text, is_local, shorten_names
 from mergekit_himerging.plan import PLAN_FILE, Plan
-from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import WholeScores
 from mergekit_himerging.views.factors import (
     GRADIENT_HEADS,
     GRADIENT_WORDS,
+    STEP_HEADS,
     describe_choice,
+    describe_way,
     is_measured,
     list_factors,
     list_gradients,
+    list_steps,
     show_gradients,
 )
 from mergekit_himerging.views.words import (
@@ -29,6 +31,7 @@ from mergekit_himerging.views.words import (
     UNITS,
     Row,
     count_actions,
+    describe_aim,
     describe_counts,
     describe_guard,
     list_names,
@@ -251,7 +254,8 @@ def _show_scores(scores: WholeScores) -> Iterator[str]:
 def _list_choice(plan: Plan, labels: Mapping[str, str]) -> list[str]:
     facts = describe_choice(plan, labels)
     lines = [f"- {name}: {escape_markdown(text)}" for name, text in facts.items()]
-    return ["\n".join(lines)] if lines else []
+    steps = _make_table([head.capitalize() for head in STEP_HEADS], list_steps(plan))
+    return ["\n".join(lines), *steps] if lines else []
 
 
 def _tabulate_done(

@@ -1,27 +1,29 @@
 """A plan as a table for a terminal or a pipe, and as JSON for other programs."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan
-from mergekit_himerging.report import describe_aim, describe_way
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.views.factors import (
     GRADIENT_HEADS,
     GRADIENT_WORDS,
+    STEP_HEADS,
     Extreme,
     describe_choice,
+    describe_way,
     find_extremes,
     is_measured,
     list_gradients,
     list_layers,
     list_slopes,
+    list_steps,
     list_weights,
     show_gradients,
 )
@@ -30,6 +32,7 @@ from mergekit_himerging.views.words import (
     UNITS,
     Row,
     count_actions,
+    describe_aim,
     describe_counts,
     describe_guard,
     find_treated_layers,
@@ -41,6 +44,12 @@ from mergekit_himerging.views.words import (
     show_share,
     summarize_plan,
 )
+
+
+def make_console() -> Console:
+    """Make a console that is wide in a pipe, where nobody counts columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def render_plan(plan: Plan) -> Group:
@@ -67,6 +76,8 @@ def render_plan(plan: Plan) -> Group:
         blocks += [_tabulate_layers(rows, labels), *_list_reasons(rows, labels)]
     if any(task.gradients for task in plan.tasks):
         blocks.append(_tabulate_gradients(plan, labels))
+    if plan.steps:
+        blocks.append(_tabulate_steps(plan))
     if any(task.n_samples for task in plan.tasks):
         blocks.append(_tabulate_scores(plan.tasks, labels))
     blocks.append(_list_facts(plan, labels))
@@ -196,12 +207,20 @@ def _tabulate_slopes(plan: Plan, labels: Mapping[str, str]) -> Table:
     return table
 
 
+def _tabulate_steps(plan: Plan) -> Table:
+    table = _make_table()
+    _add_folding_numbers(table, STEP_HEADS[:-1])
+    _add_words(table, STEP_HEADS[-1])
+    for cells in list_steps(plan):
+        table.add_row(*map(Text, cells))
+    return table
+
+
 def _tabulate_gradients(plan: Plan, labels: Mapping[str, str]) -> Table:
     table = _make_table()
     _add_words(table, "task")
     _add_words(table, "matrix")
-    for name in GRADIENT_HEADS:
-        table.add_column(name, justify="right", overflow="fold")
+    _add_folding_numbers(table, GRADIENT_HEADS)
     for row in list_gradients(plan):
         cells = [labels[row.model], row.matrix, *show_gradients(row)]
         table.add_row(*map(Text, cells))
@@ -300,3 +319,8 @@ def _add_number(table: Table, name: str) -> None:
 
 def _add_words(table: Table, name: str) -> None:
     table.add_column(name, overflow="fold")
+
+
+def _add_folding_numbers(table: Table, names: Sequence[str]) -> None:
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from mergekit_himerging.names import clean_text, shorten_names
 from mergekit_himerging.plan import Plan, Treatment
-from mergekit_himerging.scores import LayerScores
+from mergekit_himerging.scores import LayerScores, TaskReport
 
 UNITS: Mapping[str, str] = {
     "loss": "nats per token",
@@ -220,3 +220,19 @@ def shorten_sentence(text: str, labels: Mapping[str, str]) -> str:
         return labels[found] if found in labels else shorten_names([found])[found]
 
     return clean_text(re.sub(pattern, name, text))
+
+
+def describe_aim(task: TaskReport) -> str:
+    """Say how a task counted, and whether its floor is kept; empty where as usual."""
+    parts = []
+    if task.task_weight == 0:
+        parts.append("not aimed at (task_weight 0)")
+    elif task.task_weight != 1:
+        parts.append(f"task_weight {task.task_weight:g}")
+    if task.floor is not None:
+        kept = {True: "kept", False: "NOT KEPT", None: "unknown, for want of a gain,"}
+        parts.append(f"floor {task.floor:g}")
+        for role, scores in (("choosing", task), ("judging", task.accepted_on)):
+            held = f"{kept[scores.floor_kept]} on the" if scores.n_samples else "no"
+            parts.append(f"{held} {role} samples")
+    return ", ".join(parts)
