@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import make_llama, make_tokenizer, save_model
 from safetensors.torch import load_file
 from test_analysis import ROWS, completions, encode, log_probability, save_school
@@ -227,8 +228,9 @@ def test_question_as_answer_is_scored_by_its_first_line():
 
 def test_quick_and_brief_runs_do_the_core_rows():
     english, full = settings.SETTINGS["english"], settings.SETTINGS["english-full"]
-    core = list(methods.CORE)
-    assert methods.list_rows(english, is_quick=True) == core
+    leading, core = list(methods.LEADING), list(methods.CORE)
+    assert methods.list_rows(english, is_quick=True) == leading
+    assert methods.list_rows(full, is_quick=True) == leading
     assert methods.list_rows(full, is_quick=False) == core
     assert methods.list_rows(english, is_quick=False) == list(methods.METHODS)
 
@@ -299,7 +301,7 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     folder = place / benchmark.HERE / "results" / "tiny"
     readme = place / "README.md"
     readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n", "utf-8")
-    page.write_page(folder, place / "RESULTS.md", readme)
+    page.write_page(folder, place / "RESULTS.md", readme=readme)
     text = (place / "RESULTS.md").read_text(encoding="utf-8")
     first = text.split("\n\n")[1]
     assert "English, two tasks" in first
@@ -323,6 +325,20 @@ def test_page_shows_every_row_and_leads_with_the_verdict(done, place):
     assert "| English, two tasks | " in summary
 
 
+def test_quick_page_says_so_and_leaves_the_whole_one_alone(done, place):
+    folder = place / benchmark.HERE / "results" / "quick"
+    shutil.copytree(folder.parent / "tiny", folder)
+    budget = BUDGET.model_copy(update={"name": "quick"})
+    write_result(folder / "english.json", done.model_copy(update={"budget": budget}))
+    wholes = place / "README.md", place / benchmark.HERE / "RESULTS.md"
+    for path in wholes:
+        path.write_text("as it was", encoding="utf-8")
+    result = CliRunner().invoke(benchmark.main, ["--quick", "--page"])
+    assert result.exit_code == 0, result.output
+    assert "**Quick run**" in (folder / "RESULTS.md").read_text(encoding="utf-8")
+    assert {path.read_text(encoding="utf-8") for path in wholes} == {"as it was"}
+
+
 def test_page_without_results_says_what_to_run(tmp_path):
     with pytest.raises(ValueError, match="must hold a tested method, got none; run"):
         page.read_comparisons(tmp_path)
@@ -337,10 +353,9 @@ def test_page_and_readme_are_those_of_the_files(monkeypatch, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_bytes((root / "README.md").read_bytes())
     kept = (SCRIPTS / "RESULTS.md").read_text(encoding="utf-8")
-    name = "quick" if "**Quick run**" in kept else "full"
-    folder = tmp_path / "results" / name
-    shutil.copytree(SCRIPTS / "results" / name, folder)
-    page.write_page(folder, tmp_path / "RESULTS.md", readme)
+    folder = tmp_path / "results" / "full"
+    shutil.copytree(SCRIPTS / "results" / "full", folder)
+    page.write_page(folder, tmp_path / "RESULTS.md", readme=readme)
     assert (tmp_path / "RESULTS.md").read_text(encoding="utf-8") == kept
     assert readme.read_bytes() == (root / "README.md").read_bytes()
 

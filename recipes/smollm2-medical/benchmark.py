@@ -102,13 +102,14 @@ MAX_NEW_TOKENS = 48
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="The core rows alone, with little tuning.")
+@click.option("--quick", is_flag=True, help="The leading rows, tuned little.")
 @click.option(
     "--setting",
     "settings",
     multiple=True,
     type=click.Choice(list(SETTINGS)),
-    help="Only these; all whose experts are there by default.",
+    help="Only these; by default all whose experts are there, of a quick run the "
+    "settings of adapters.",
 )
 @click.option(
     "--method",
@@ -135,7 +136,8 @@ def main(
     """Merge the experts by every method and test each merge."""
     budget = QUICK if quick else FULL
     folder = HERE / "results" / budget.name
-    wanted = [SETTINGS[name] for name in settings or SETTINGS]
+    usual = [s.name for s in SETTINGS.values() if not (quick and s.is_brief)]
+    wanted = [SETTINGS[name] for name in settings or usual]
     ready = [setting for setting in wanted if not setting.missing]
     if not only_page:
         for setting in wanted:
@@ -162,9 +164,14 @@ def main(
             with concurrent.futures.ProcessPoolExecutor(workers, spawned) as pool:
                 for future in [pool.submit(run_setting, *job) for job in jobs]:
                     future.result()
-    page = HERE / "RESULTS.md"
-    write_page(folder, page, Path("README.md"))
-    click.echo(f"wrote {page}, and its summary into README.md")
+    if quick:
+        page = folder / "RESULTS.md"
+        write_page(folder, page)
+        click.echo(f"wrote {page}")
+    else:
+        page = HERE / "RESULTS.md"
+        write_page(folder, page, readme=Path("README.md"))
+        click.echo(f"wrote {page}, and its summary into README.md")
 
 
 def run_setting(

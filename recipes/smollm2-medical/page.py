@@ -33,13 +33,13 @@ BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 """Around the summary in the repository's README."""
 
 
-def write_page(folder: Path, page: Path, readme: Path) -> None:
-    """Write the page, its plots, and the summary in the repository's README.
+def write_page(folder: Path, page: Path, *, readme: Path | None = None) -> None:
+    """Write the page and its plots, and the summary in the repository's README.
 
     Args:
         folder: with a JSON file for each setting.
         page: the Markdown file to write.
-        readme: the file with marks around its summary.
+        readme: the file with marks around its summary; None leaves it as it is.
 
     Raises:
         ValueError: there is no result.
@@ -52,8 +52,9 @@ def write_page(folder: Path, page: Path, readme: Path) -> None:
             plan = read_plan(plan_path(folder, setting, MEASURED))
             draw_plan(plan, folder / f"{setting}-{MEASURED}.svg")
     page.write_text("\n".join(_write(comparisons, folder, page.parent)) + "\n", "utf-8")
-    text = readme.read_text("utf-8")
-    readme.write_text(put_summary(text, comparisons), "utf-8")
+    if readme is not None:
+        text = readme.read_text("utf-8")
+        readme.write_text(put_summary(text, comparisons), "utf-8")
 
 
 def read_comparisons(folder: Path) -> list[Comparison]:
@@ -76,13 +77,11 @@ def put_summary(readme: str, comparisons: Sequence[Comparison]) -> str:
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
     budget = comparisons[0].result.budget
-    words = f"Mean recovered gain on at most {budget.test_rows} test rows of each task"
-    if budget.name == "quick":
-        words += f", {budget.trials} merges to tune a method (a quick run: leads)"
-    words += (
-        f"; '{MEASURED}' with {budget.samples} samples instead of its default of 64"
+    words = (
+        f"Mean recovered gain on at most {budget.test_rows} test rows of each task; "
+        f"'{MEASURED}' with {budget.samples} samples instead of its default of 64:"
     )
-    lines = [BEGIN, f"{words}:", "", *summarize(comparisons), END]
+    lines = [BEGIN, words, "", *summarize(comparisons), END]
     return before + "\n".join(lines) + after
 
 
