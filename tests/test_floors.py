@@ -21,8 +21,9 @@ from test_measured import plan_of
 from test_recipe import problems_of
 from test_run import AIMS, WHOLES, make_settings, whole
 
+from mergekit_himerging.analysis import judging
+from mergekit_himerging.analysis.judging import describe_whole
 from mergekit_himerging.analysis.measured import BUDGET
-from mergekit_himerging.analysis.run import _judge, _summarize
 from mergekit_himerging.analysis.session import _find_protection, make_plan
 from mergekit_himerging.api import export
 from mergekit_himerging.parameters import RecipeError
@@ -392,7 +393,7 @@ def test_export_holds_the_weights_and_asks_for_no_floor(school, tmp_path):
 def judge(treated, **aims):
     """Judge merges of tasks that gain 4 and 0.5, see `WHOLES`."""
     settings = {m: dataclasses.replace(AIMS[m], **aims.get(m, {})) for m in AIMS}
-    return _judge(
+    return judging.judge(
         WHOLES,
         {m: np.full(2, mean) for m, mean in treated.items()},
         {"a": 4.0, "b": 0.5},
@@ -436,7 +437,8 @@ def test_guard_weighs_tasks_as_the_choice_does():
 def test_guard_judges_by_the_worst_task_where_that_was_raised():
     settings = dataclasses.replace(make_settings(), objective="worst")
     treated = {"a": np.full(2, -2.5), "b": np.full(2, 0.6)}
-    report = _judge(WHOLES, treated, {"a": 4.0, "b": 0.5}, settings, AIMS)
+    gains = {"a": 4.0, "b": 0.5}
+    report = judging.judge(WHOLES, treated, gains, settings, AIMS)
     # Recovered 0.75 and 0.5 before, 0.625 and 0.7 after.
     assert report.difference == pytest.approx(0.125)
 
@@ -444,9 +446,11 @@ def test_guard_judges_by_the_worst_task_where_that_was_raised():
 def test_floor_is_judged_by_the_gain_on_the_very_samples():
     """A merge at 0.6 of a small gain keeps its floor, whatever other samples gain."""
     small = whole([0.0, 0.0], [0.1, 0.1], [0.06, 0.06])
-    scores = _summarize(small, np.full(2, 0.04), 0.5)
+    scores = describe_whole(small, np.full(2, 0.04), 0.5)
     assert scores.floor_kept is False
-    assert _summarize(small, np.full(2, 0.04), 0.5, is_plain=True).floor_kept is True
-    assert _summarize(small, np.full(2, 0.04)).floor_kept is None
+    assert (
+        describe_whole(small, np.full(2, 0.04), 0.5, is_plain=True).floor_kept is True
+    )
+    assert describe_whole(small, np.full(2, 0.04)).floor_kept is None
     no_gain = whole([0.2, 0.2], [0.1, 0.1], [0.3, 0.3])
-    assert _summarize(no_gain, np.full(2, 0.3), 0.5).floor_kept is None
+    assert describe_whole(no_gain, np.full(2, 0.3), 0.5).floor_kept is None

@@ -19,16 +19,11 @@ from test_analysis import (
     save_school,
 )
 
+from mergekit_himerging.analysis import judging
 from mergekit_himerging.analysis.contribution import Decision, Resolution, Rules
-from mergekit_himerging.analysis.run import (
-    AnalysisSettings,
-    _judge,
-    _mean_score,
-    _put_back,
-    _summarize,
-    _Whole,
-    treat_decisions,
-)
+from mergekit_himerging.analysis.judging import Whole, describe_whole, mean_score
+from mergekit_himerging.analysis.run import _put_back, treat_decisions
+from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.plan import Treatment, read_plan
 from mergekit_himerging.recipe import TaskSettings
 
@@ -57,8 +52,8 @@ def make_settings(
     )
 
 
-def whole(base: list[float], single: list[float], merged: list[float]) -> _Whole:
-    return _Whole(*(np.array(scores) for scores in (base, single, merged)))
+def whole(base: list[float], single: list[float], merged: list[float]) -> Whole:
+    return Whole(*(np.array(scores) for scores in (base, single, merged)))
 
 
 # Task `a` gains 4 and stands at 3 of them; `b` gains 0.5 and stands at 0.25.
@@ -78,7 +73,7 @@ def judge(wholes, treated, settings):
     }
     if settings.rules.compare == "raw":
         gains = dict.fromkeys(gains, 1.0)
-    return _judge(wholes, treated, gains, settings, AIMS)
+    return judging.judge(wholes, treated, gains, settings, AIMS)
 
 
 def test_guard_weighs_tasks_by_their_gains():
@@ -140,7 +135,8 @@ def test_guard_divides_by_the_gains_of_the_samples_that_chose():
     """On the few other samples a gain may vanish, and a share of it means nothing."""
     wholes = {**WHOLES, "b": whole([0.5], [0.25], [0.25])}
     treated = {"a": np.array([-2.0, -1.0]), "b": np.array([0.0])}
-    report = _judge(wholes, treated, {"a": 4.0, "b": 0.5}, make_settings(), AIMS)
+    gains = {"a": 4.0, "b": 0.5}
+    report = judging.judge(wholes, treated, gains, make_settings(), AIMS)
     assert report.difference == pytest.approx((0.5 / 4.0 - 0.25 / 0.5) / 2)
     assert report.unit == "gain"
 
@@ -160,7 +156,7 @@ def test_gain_of_one_is_a_gain():
 def test_mean_score_is_in_the_unit_that_tasks_are_compared_in(compare, expected):
     wholes = {"a": whole([-4.25], [-1.0], [-2.0]), "b": WHOLES["b"]}
     treated = {"a": np.array([-2.0]), "b": np.array([0.5, 0.7])}
-    score = _mean_score(wholes, treated, make_settings(compare=compare))
+    score = mean_score(wholes, treated, make_settings(compare=compare))
     assert score == pytest.approx(expected)
 
 
@@ -169,7 +165,7 @@ def test_mean_score_is_in_the_unit_that_tasks_are_compared_in(compare, expected)
     [([-1.0, -1.0], (0.75, 0.5)), ([-6.0, -4.0], (None, None)), ([-9, 0], (6, 4))],
 )
 def test_recovered_gain_is_a_share_of_the_single_models(single, recovered):
-    scores = _summarize(
+    scores = describe_whole(
         whole([-6.0, -4.0], single, [-2.0, -2.0]), np.array([-4.0, -2.0])
     )
     assert (scores.n_samples, scores.score_merged, scores.score_treated) == (2, -2, -3)
@@ -177,7 +173,7 @@ def test_recovered_gain_is_a_share_of_the_single_models(single, recovered):
 
 
 def test_no_samples_leave_no_scores():
-    scores = _summarize(whole([], [], []), np.array([]))
+    scores = describe_whole(whole([], [], []), np.array([]))
     assert scores.model_dump(exclude_none=True) == {"n_samples": 0}
 
 
@@ -271,7 +267,7 @@ def test_guard_that_reports_merges_what_it_warns_of(school, plain, tmp_path):
 def test_guard_without_accepting_samples_keeps_the_treatments(school, tmp_path):
     recipe = make_analysis(school, tmp_path, "a", "b", **HARMFUL, accept_share=0)
     result = run_loud(tmp_path, recipe)
-    assert "guard: no samples were left to judge on" in result.output
+    assert "no samples were left to judge on" in result.output
     assert "4 samples choose, 0 accept" in result.output
     plan = read_plan(tmp_path / "plan.json")
     assert (plan.guard.acted, plan.guard.difference) == (False, None)

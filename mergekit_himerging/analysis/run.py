@@ -4,10 +4,9 @@ Invariant: nothing of what is decided here touches a tensor; the outcome is a pl
 the merge reads the plan.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ from mergekit_himerging.analysis.contribution import (
     Contribution,
     FloatArray,
     Resolution,
-    Rules,
     TaskScores,
     measure_layers,
-    recovered_gain,
     resolve_conflicts,
 )
 from mergekit_himerging.analysis.data import Probes, TaskData
@@ -28,18 +25,26 @@ from mergekit_himerging.analysis.gradients import (
     GRADIENT_FORWARDS,
     measure_gradients,
 )
-from mergekit_himerging.analysis.graph import Cuts, PlannedWeights, Reference
+from mergekit_himerging.analysis.graph import Cuts, PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job, Measured
-from mergekit_himerging.analysis.measured import Measure, choose_factors, pick_way
-from mergekit_himerging.analysis.objective import Kind, Objective
+from mergekit_himerging.analysis.judging import (
+    Whole,
+    check_gains,
+    describe_whole,
+    find_gains,
+    judge,
+    make_objective,
+    mean_score,
+)
+from mergekit_himerging.analysis.measured import choose_factors, pick_way
 from mergekit_himerging.analysis.probe_scores import score_probes
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
+from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.analysis.slopes import split_tasks
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.plan import Plan, Treatment
-from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import (
     GuardReport,
     LayerScores,
@@ -47,39 +52,11 @@ from mergekit_himerging.scores import (
     Slope,
     StepReport,
     TaskReport,
-    WholeScores,
 )
 from mergekit_himerging.tasks import PlannedTensor
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """Largest difference of the self-check, in nats; 0.25 in shorter dtypes."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnalysisSettings:
-    """How a merge is analysed.
-
-    Attributes:
-        rules: how conflicts are resolved.
-        rounds: how often the merge is analysed and treated, at most.
-        reference: what the single models are.
-        resolve: how treatments are chosen.
-        measure: how slopes are measured where they are.
-        objective: what is raised then.
-        gradients: whether every weight matrix's gradient is measured too.
-        guard: whether the plain merge may be put back.
-        memory: bytes that hidden states may take.
-    """
-
-    rules: Rules
-    rounds: int
-    reference: Reference
-    guard: Literal["keep_better", "report"]
-    memory: int
-    resolve: Literal["rules", "measured"] = "rules"
-    measure: Measure = "first_order"
-    objective: Kind = "mean"
-    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +79,6 @@ class Engine:
     device: torch.device
     progress: Progress
     cuts: Cuts = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Whole:
-    """Per-sample scores of whole models on one set of samples, each ``[n]``."""
-
-    base: FloatArray
-    single: FloatArray
-    merged: FloatArray
 
 
 def analyse_merge(
@@ -144,7 +112,7 @@ def analyse_merge(
     choosing, accepting = _measure_wholes(tasks, settings, engine)
     aims = {task.settings.model: task.settings for task in tasks}
     if settings.rules.compare == "gain":
-        _check_gains(choosing, aims, settings)
+        check_gains(choosing, aims, settings)
     if settings.resolve == "measured":
         outcome = _resolve_by_measurement(skeleton, tasks, choosing, settings, engine)
     else:
@@ -153,7 +121,7 @@ def analyse_merge(
         )
     treatments = outcome.treatments
     after = {model: scores[1] for model, scores in outcome.treated.items()}
-    guard = _judge(accepting, after, _gains(choosing, settings), settings, aims)
+    guard = judge(accepting, after, find_gains(choosing, settings), settings, aims)
     if guard.acted:
         treatments = _put_back(treatments)
     gradients: Sequence[tuple[MatrixGradients, ...]] = [()] * len(tasks)
@@ -214,7 +182,7 @@ class _Outcome:
 def _resolve_by_rules(
     skeleton: Plan,
     tasks: Sequence[TaskData],
-    wholes: tuple[Mapping[str, _Whole], Mapping[str, _Whole]],
+    wholes: tuple[Mapping[str, Whole], Mapping[str, Whole]],
     settings: AnalysisSettings,
     engine: Engine,
 ) -> _Outcome:
@@ -230,7 +198,7 @@ def _resolve_by_rules(
     }
     if any(treatment.action != "keep" for treatment in treatments):
         treated = _score_treated(skeleton, treatments, tasks, settings, engine)
-    best = _mean_score(choosing, {m: t[0] for m, t in treated.items()}, settings)
+    best = mean_score(choosing, {m: t[0] for m, t in treated.items()}, settings)
     for number in range(2, settings.rounds + 1):
         plan = skeleton.model_copy(update={"treatments": treatments})
         again = _measure_layers(tasks, settings, engine, plan)
@@ -242,7 +210,7 @@ def _resolve_by_rules(
         if more == treatments:
             break
         scores = _score_treated(skeleton, more, tasks, settings, engine)
-        score = _mean_score(choosing, {m: s[0] for m, s in scores.items()}, settings)
+        score = mean_score(choosing, {m: s[0] for m, s in scores.items()}, settings)
         if score <= best:
             break
         best, treatments, treated = score, more, scores
@@ -257,14 +225,14 @@ def _resolve_by_rules(
 def _resolve_by_measurement(
     skeleton: Plan,
     tasks: Sequence[TaskData],
-    choosing: Mapping[str, _Whole],
+    choosing: Mapping[str, Whole],
     settings: AnalysisSettings,
     engine: Engine,
 ) -> _Outcome:
     """Climb the slopes of the tasks' scores by the factors of every (layer, model)."""
     models = [task.settings.model for task in tasks]
     aims = {task.settings.model: task.settings for task in tasks}
-    objective = _make_objective(choosing, _gains(choosing, settings), settings, aims)
+    objective = make_objective(choosing, find_gains(choosing, settings), settings, aims)
     in_turns = (
         settings.measure == "first_order"
         and len(split_tasks(tasks, engine.replay, settings.memory)) > 1
@@ -347,7 +315,7 @@ def _measure_wholes(
     tasks: Sequence[TaskData],
     settings: AnalysisSettings,
     engine: Engine,
-) -> tuple[dict[str, _Whole], dict[str, _Whole]]:
+) -> tuple[dict[str, Whole], dict[str, Whole]]:
     """Score F, M_m and G on the choosing and on the accepting samples.
 
     A small part of the work, done first: it checks the engine on this architecture, and
@@ -359,7 +327,7 @@ def _measure_wholes(
     fields = ("base", "single", "merged")
     wholes = [
         {
-            task.settings.model: _Whole(
+            task.settings.model: Whole(
                 *(score_probes(task, part, found, f) for f in fields)
             )
             for task, part, found in measured
@@ -390,32 +358,6 @@ def _measure_layers(
             tasks, settings, engine, plan, ("layers", None)
         )
     ]
-
-
-def _check_gains(
-    choosing: Mapping[str, _Whole],
-    aims: Mapping[str, TaskSettings],
-    settings: AnalysisSettings,
-) -> None:
-    remedy = "set compare: raw"
-    if settings.resolve == "measured":
-        remedy = "exclude its task with task_weight: 0"
-    for model, whole in sorted(choosing.items()):
-        gain = float(np.mean(whole.single - whole.base))
-        if gain > 0:
-            continue
-        if aims[model].task_weight > 0:
-            raise ValueError(
-                f"model '{model}' must beat the base on its own calibration data to "
-                f"compare gains, got gain {gain:.3g}; mend its calibration data or "
-                + remedy
-            )
-        if aims[model].floor is not None:
-            raise ValueError(
-                f"model '{model}' must beat the base on its own calibration data to "
-                f"have a floor, got gain {gain:.3g} and floor "
-                f"{aims[model].floor:g}; mend its calibration data or remove the floor"
-            )
 
 
 def _measure(
@@ -533,104 +475,6 @@ def _describe_proposed(treatment: Treatment) -> str:
     return treatment.action
 
 
-def _gains(whole: Mapping[str, _Whole], settings: AnalysisSettings) -> dict[str, float]:
-    """Return what a task's scores are divided by: its gain, or 1 where raw.
-
-    A task without a gain is one that does not count, so any number serves.
-    """
-    gains = {m: float(np.mean(w.single - w.base)) for m, w in whole.items()}
-    is_raw = settings.rules.compare == "raw"
-    return {m: 1.0 if is_raw or gain <= 0 else gain for m, gain in gains.items()}
-
-
-def _make_objective(
-    wholes: Mapping[str, _Whole],
-    gains: Mapping[str, float],
-    settings: AnalysisSettings,
-    aims: Mapping[str, TaskSettings],
-) -> Objective:
-    """Make what merges are compared by, on one set of samples; tasks as in ``wholes``.
-
-    A floor is a score on these very samples, whatever the gains are taken from.
-    """
-    is_raw = settings.rules.compare == "raw"
-    return Objective(
-        settings.objective,
-        [np.zeros_like(w.base) if is_raw else w.base for w in wholes.values()],
-        [gains[model] for model in wholes],
-        [aims[model].task_weight for model in wholes],
-        [_find_least(whole, aims[model].floor) for model, whole in wholes.items()],
-    )
-
-
-def _find_least(whole: _Whole, floor: float | None) -> float | None:
-    """Find the mean score that a floor stands for; None without a gain to share."""
-    gain = float(np.mean(whole.single - whole.base)) if len(whole.base) else 0.0
-    if floor is None or gain <= 0:
-        return None
-    return float(np.mean(whole.base)) + floor * gain
-
-
-def _mean_score(
-    choosing: Mapping[str, _Whole],
-    treated: Mapping[str, FloatArray],
-    settings: AnalysisSettings,
-) -> float:
-    gains = _gains(choosing, settings)
-    return float(np.mean([np.mean(treated[m]) / gains[m] for m in choosing]))
-
-
-def _judge(
-    accepting: Mapping[str, _Whole],
-    treated: Mapping[str, FloatArray],
-    gains: Mapping[str, float],
-    settings: AnalysisSettings,
-    aims: Mapping[str, TaskSettings],
-) -> GuardReport:
-    """Compare the treated merge with the plain one on samples that did not choose.
-
-    By the objective that chose: floors first, then weighted tasks. Differences are in
-    shares of the gains on the choosing samples, which are known to be positive; those
-    on fewer samples may not be.
-    """
-    if any(len(whole.merged) == 0 for whole in accepting.values()):
-        return GuardReport(
-            setting=settings.guard,
-            acted=False,
-            unit=settings.rules.compare,
-            difference=None,
-            reason="no samples were left to judge on: raise samples or accept_share",
-        )
-    objective = _make_objective(accepting, gains, settings, aims)
-    plain = [whole.merged for whole in accepting.values()]
-    after = [treated[model] for model in accepting]
-    difference = objective.value(after) - objective.value(plain)
-    missed = objective.shortfalls(after) - objective.shortfalls(plain)
-    is_worse = objective.merit(after) < objective.merit(plain)
-    acted = is_worse and settings.guard == "keep_better"
-    unit = "of the gain" if settings.rules.compare == "gain" else "in score"
-    outcome = "plain merge is put back" if acted else "treated merge is kept"
-    facts = [
-        f"misses the floor of '{model}' by {abs(more):.3g} "
-        f"{'more' if more > 0 else 'less'} than the plain one"
-        for model, more in zip(accepting, missed, strict=True)
-        if more
-    ]
-    if difference == 0:
-        facts.append("is as good as the plain one")
-    else:
-        better = "better" if difference > 0 else "worse"
-        facts.append(f"is {better} by {abs(difference):.3g} {unit}")
-    return GuardReport(
-        setting=settings.guard,
-        acted=acted,
-        unit=settings.rules.compare,
-        difference=difference,
-        reason=f"the treated merge {' and '.join(facts)} on samples that did not "
-        f"choose, so the {outcome}",
-    )
-
-
 def _list_layers(contribution: Contribution) -> tuple[LayerScores, ...]:
     names = (
         *("removal_single", "addition_single", "removal_merged", "addition_merged"),
@@ -648,14 +492,14 @@ def _list_layers(contribution: Contribution) -> tuple[LayerScores, ...]:
 def _report(
     task: TaskData,
     details: Mapping[str, Any],
-    choosing: Mapping[str, _Whole],
-    accepting: Mapping[str, _Whole],
+    choosing: Mapping[str, Whole],
+    accepting: Mapping[str, Whole],
     treated: Mapping[str, tuple[FloatArray, FloatArray]],
     guard: GuardReport,
 ) -> TaskReport:
     model = task.settings.model
     chosen, judged = (
-        _summarize(whole[model], after, task.settings.floor, is_plain=guard.acted)
+        describe_whole(whole[model], after, task.settings.floor, is_plain=guard.acted)
         for whole, after in zip((choosing, accepting), treated[model], strict=True)
     )
     return TaskReport(
@@ -672,33 +516,4 @@ def _report(
         task_weight=task.settings.task_weight,
         floor=task.settings.floor,
         **details,
-    )
-
-
-def _summarize(
-    whole: _Whole,
-    treated: FloatArray,
-    floor: float | None = None,
-    *,
-    is_plain: bool = False,
-) -> WholeScores:
-    """Describe whole models on one set of samples; the plain merge may be the last."""
-    if len(treated) == 0:
-        return WholeScores(n_samples=0)
-    base, single = float(whole.base.mean()), float(whole.single.mean())
-    merged, after = float(whole.merged.mean()), float(treated.mean())
-    changes = treated - whole.merged
-    n_samples = len(changes)
-    error = changes.std(ddof=1) / math.sqrt(n_samples) if n_samples > 1 else None
-    least = _find_least(whole, floor)
-    return WholeScores(
-        n_samples=n_samples,
-        score_base=base,
-        score_single=single,
-        score_merged=merged,
-        score_treated=after,
-        recovered_merged=recovered_gain(merged, base, single),
-        recovered_treated=recovered_gain(after, base, single),
-        change_se=None if error is None else float(error),
-        floor_kept=None if least is None else (merged if is_plain else after) >= least,
     )

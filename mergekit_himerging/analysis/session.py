@@ -35,8 +35,9 @@ from mergekit_himerging.analysis.gradients import GRADIENT_FORWARDS
 from mergekit_himerging.analysis.jobs import Job
 from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay
-from mergekit_himerging.analysis.run import AnalysisSettings, Engine, analyse_merge
+from mergekit_himerging.analysis.run import Engine, analyse_merge
 from mergekit_himerging.analysis.self_rows import make_self_rows
+from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.analysis.teachers import needs_teacher
 from mergekit_himerging.parameters import PARAMETERS, SELF, RecipeError, parse_bytes

@@ -1,0 +1,193 @@
+"""Whole models on one set of samples: what merges are ranked by, the guard, reports.
+
+Invariant: differences are in shares of the gains on the choosing samples, which are
+known to be positive, or in scores where the recipe says so; the guard compares by the
+objective that chose.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mergekit_himerging.analysis.contribution import FloatArray, recovered_gain
+from mergekit_himerging.analysis.objective import Objective
+from mergekit_himerging.analysis.settings import AnalysisSettings
+from mergekit_himerging.recipe import TaskSettings
+from mergekit_himerging.scores import GuardReport, WholeScores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """Per-sample scores of whole models on one set of samples, each ``[n]``."""
+
+    base: FloatArray
+    single: FloatArray
+    merged: FloatArray
+
+
+def check_gains(
+    choosing: Mapping[str, Whole],
+    aims: Mapping[str, TaskSettings],
+    settings: AnalysisSettings,
+) -> None:
+    """Check that every task that counts has a gain to take shares of.
+
+    Args:
+        choosing: by model, on the choosing samples.
+        aims: each model's task.
+        settings: how the merge is analysed.
+
+    Raises:
+        ValueError: an expert is no better than the base on its own task.
+    """
+    remedy = "set compare: raw"
+    if settings.resolve == "measured":
+        remedy = "exclude its task with task_weight: 0"
+    for model, whole in sorted(choosing.items()):
+        gain = float(np.mean(whole.single - whole.base))
+        if gain > 0:
+            continue
+        if aims[model].task_weight > 0:
+            raise ValueError(
+                f"model '{model}' must beat the base on its own calibration data to "
+                f"compare gains, got gain {gain:.3g}; mend its calibration data or "
+                + remedy
+            )
+        if aims[model].floor is not None:
+            raise ValueError(
+                f"model '{model}' must beat the base on its own calibration data to "
+                f"have a floor, got gain {gain:.3g} and floor "
+                f"{aims[model].floor:g}; mend its calibration data or remove the floor"
+            )
+
+
+def find_gains(
+    wholes: Mapping[str, Whole], settings: AnalysisSettings
+) -> dict[str, float]:
+    """Return what a task's scores are divided by: its gain, or 1 where raw.
+
+    A task without a gain is one that does not count, so any number serves.
+    """
+    gains = {m: float(np.mean(w.single - w.base)) for m, w in wholes.items()}
+    is_raw = settings.rules.compare == "raw"
+    return {m: 1.0 if is_raw or gain <= 0 else gain for m, gain in gains.items()}
+
+
+def make_objective(
+    wholes: Mapping[str, Whole],
+    gains: Mapping[str, float],
+    settings: AnalysisSettings,
+    aims: Mapping[str, TaskSettings],
+) -> Objective:
+    """Make what merges are compared by, on one set of samples; tasks as in ``wholes``.
+
+    A floor is a score on these very samples, whatever the gains are taken from.
+    """
+    is_raw = settings.rules.compare == "raw"
+    return Objective(
+        settings.objective,
+        [np.zeros_like(w.base) if is_raw else w.base for w in wholes.values()],
+        [gains[model] for model in wholes],
+        [aims[model].task_weight for model in wholes],
+        [_find_least(whole, aims[model].floor) for model, whole in wholes.items()],
+    )
+
+
+def _find_least(whole: Whole, floor: float | None) -> float | None:
+    """Find the mean score that a floor stands for; None without a gain to share."""
+    gain = float(np.mean(whole.single - whole.base)) if len(whole.base) else 0.0
+    if floor is None or gain <= 0:
+        return None
+    return float(np.mean(whole.base)) + floor * gain
+
+
+def mean_score(
+    choosing: Mapping[str, Whole],
+    treated: Mapping[str, FloatArray],
+    settings: AnalysisSettings,
+) -> float:
+    """Return the mean over the tasks of a treated merge's score, each by its gain."""
+    gains = find_gains(choosing, settings)
+    return float(np.mean([np.mean(treated[m]) / gains[m] for m in choosing]))
+
+
+def judge(
+    accepting: Mapping[str, Whole],
+    treated: Mapping[str, FloatArray],
+    gains: Mapping[str, float],
+    settings: AnalysisSettings,
+    aims: Mapping[str, TaskSettings],
+) -> GuardReport:
+    """Compare the treated merge with the plain one on samples that did not choose.
+
+    By the objective that chose: floors first, then weighted tasks. Differences are in
+    shares of the gains on the choosing samples, which are known to be positive; those
+    on fewer samples may not be.
+    """
+    if any(len(whole.merged) == 0 for whole in accepting.values()):
+        return GuardReport(
+            setting=settings.guard,
+            acted=False,
+            unit=settings.rules.compare,
+            difference=None,
+            reason="no samples were left to judge on: raise samples or accept_share",
+        )
+    objective = make_objective(accepting, gains, settings, aims)
+    plain = [whole.merged for whole in accepting.values()]
+    after = [treated[model] for model in accepting]
+    difference = objective.value(after) - objective.value(plain)
+    missed = objective.shortfalls(after) - objective.shortfalls(plain)
+    is_worse = objective.merit(after) < objective.merit(plain)
+    acted = is_worse and settings.guard == "keep_better"
+    unit = "of the gain" if settings.rules.compare == "gain" else "in score"
+    outcome = "plain merge is put back" if acted else "treated merge is kept"
+    facts = [
+        f"misses the floor of '{model}' by {abs(more):.3g} "
+        f"{'more' if more > 0 else 'less'} than the plain one"
+        for model, more in zip(accepting, missed, strict=True)
+        if more
+    ]
+    if difference == 0:
+        facts.append("is as good as the plain one")
+    else:
+        better = "better" if difference > 0 else "worse"
+        facts.append(f"is {better} by {abs(difference):.3g} {unit}")
+    return GuardReport(
+        setting=settings.guard,
+        acted=acted,
+        unit=settings.rules.compare,
+        difference=difference,
+        reason=f"the treated merge {' and '.join(facts)} on samples that did not "
+        f"choose, so the {outcome}",
+    )
+
+
+def describe_whole(
+    whole: Whole,
+    treated: FloatArray,
+    floor: float | None = None,
+    *,
+    is_plain: bool = False,
+) -> WholeScores:
+    """Describe whole models on one set of samples; the plain merge may be the last."""
+    if len(treated) == 0:
+        return WholeScores(n_samples=0)
+    base, single = float(whole.base.mean()), float(whole.single.mean())
+    merged, after = float(whole.merged.mean()), float(treated.mean())
+    changes = treated - whole.merged
+    n_samples = len(changes)
+    error = changes.std(ddof=1) / math.sqrt(n_samples) if n_samples > 1 else None
+    least = _find_least(whole, floor)
+    return WholeScores(
+        n_samples=n_samples,
+        score_base=base,
+        score_single=single,
+        score_merged=merged,
+        score_treated=after,
+        recovered_merged=recovered_gain(merged, base, single),
+        recovered_treated=recovered_gain(after, base, single),
+        change_se=None if error is None else float(error),
+        floor_kept=None if least is None else (merged if is_plain else after) >= least,
+    )
