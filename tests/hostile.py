@@ -4,6 +4,7 @@
 and raise what no user should see: anything but one sentence.
 """
 
+import copy
 import io
 import json
 import random
@@ -70,7 +71,7 @@ def make_recipe_text(chance: random.Random, zoo: Path) -> str:
         recipe["slices"] = [{"sources": sources}]
     for _ in range(chance.randrange(3)):
         name = chance.choice(list(PARAMETERS))
-        recipe["parameters"][name] = chance.choice(ODD)
+        recipe["parameters"][name] = copy.deepcopy(chance.choice(ODD))
     for _ in range(chance.randrange(3)):
         _change(recipe, chance)
     try:
@@ -223,7 +224,7 @@ def _change(value: Any, chance: random.Random) -> None:
     elif kind == 2 and isinstance(holder, list):
         holder.append(holder[key])
     else:
-        holder[key] = chance.choice(ODD)
+        holder[key] = copy.deepcopy(chance.choice(ODD))
 
 
 def _damage(text: str, chance: random.Random) -> str:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Console
 
 from mergekit_himerging.names import shorten_names
@@ -527,3 +528,21 @@ def test_missing_matplotlib_gives_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'mergekit-himerging\[plots\]'"):
         draw_plan(make_plan(), tmp_path / "plan.svg")
+
+
+def test_plot_is_the_same_whatever_the_last_bits_of_its_layout(tmp_path, monkeypatch):
+    lay_out = ConstrainedLayoutEngine.execute
+
+    def draw(error: float) -> bytes:
+        def execute(engine, figure):
+            lay_out(engine, figure)
+            for axes in figure.axes:
+                places = [place * (1 + error) for place in axes.get_position().bounds]
+                axes._set_position(places)
+
+        monkeypatch.setattr(ConstrainedLayoutEngine, "execute", execute)
+        draw_plan(make_plan(), tmp_path / "plan.svg")
+        return (tmp_path / "plan.svg").read_bytes()
+
+    assert draw(1e-13) == draw(0)
+    assert draw(1e-3) != draw(0)

@@ -151,11 +151,26 @@ def _draw(
         figure.legend(handles=handles, loc="outside lower center", ncols=7)
     for axes in figure.axes:
         mark_layers(axes, plan.n_layers)
+    _fix_layout(figure)
     buffer = io.BytesIO()
     is_svg = suffix == ".svg"
     metadata = {"Date": None, "Creator": None} if is_svg else {"Software": None}
     figure.savefig(buffer, format=suffix[1:], metadata=metadata)
     return buffer.getvalue()
+
+
+def _fix_layout(figure: "Figure") -> None:
+    """Lay out, and round where the axes lie: the solver's last bits vary by run.
+
+    The names of clip paths are hashes of these bits.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = axes.get_position().bounds
+        axes.set_position(
+            (round(left, 6), round(bottom, 6), round(width, 6), round(height, 6))
+        )
 
 
 def _draw_model(
