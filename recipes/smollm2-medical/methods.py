@@ -231,8 +231,8 @@ CORE = (*LEADING, "rules")
 
 def list_rows(setting: Setting, *, is_quick: bool) -> list[str]:
     """List the rows that are run in a setting, in order."""
-    names = CORE if setting.is_brief else tuple(METHODS)
-    names = LEADING if is_quick else names
+    whole = CORE if setting.is_brief else tuple(METHODS)
+    names = LEADING if is_quick else whole
     return [
         name
         for name in names
