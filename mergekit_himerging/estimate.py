@@ -24,7 +24,7 @@ from mergekit_himerging.analysis.differences import SIGNS, count_forwards, plan_
 from mergekit_himerging.analysis.gradients import take_norms
 from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
-from mergekit_himerging.analysis.measured import BUDGET, EXACT_MEASUREMENTS, TRIES
+from mergekit_himerging.analysis.measured import EXACT_MEASUREMENTS, pick_way
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS, split_tasks
@@ -105,10 +105,18 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     if way == "measured":
         way = merge.settings["measure"]
     turns = split_tasks(tasks, replay, memory) if way == "first_order" else ()
+    n_steps = 0
+    if way != "rules":
+        n_steps = pick_way(
+            way,
+            n_layers=len(replay.blocks),
+            n_models=len(tasks),
+            in_turns=len(turns) > 1,
+        ).n_steps
     passes = [
         chunk
         for jobs in [
-            *_list_passes(tasks, way, turns=turns),
+            *_list_passes(tasks, way, turns=turns, n_steps=n_steps),
             *(_list_gradient_passes(tasks) if merge.settings["gradients"] else ()),
         ]
         for chunk in split_jobs(jobs, replay, memory)
@@ -364,15 +372,16 @@ def _list_passes(
     way: Literal["rules", "first_order", "exact"],
     *,
     turns: Sequence[range],
+    n_steps: int,
 ) -> list[list[Job]]:
     """List the jobs of each pass of one round, as the analysis makes them.
 
     The first are the experts', of tasks that are scored by agreement with them.
 
-    Of treatments chosen by measurement, all that the budget allows: a pass there, one
-    back that costs the rest of `FORWARDS`, and one for the step; where the batches go
-    back in turns, each turn reads the layers twice. Exact measurements are counted
-    apart.
+    Of treatments chosen by measurement, so many steps, each measured anew: a pass
+    there, one back that costs the rest of `FORWARDS`, and one for the step; where the
+    batches go back in turns, each turn reads the layers twice. Exact measurements are
+    counted apart.
     """
 
     def jobs(choosing: Depth, accepting: Depth | None) -> list[Job]:
@@ -384,18 +393,16 @@ def _list_passes(
             for batch in part.batches
         ]
 
-    middle = [jobs("layers", None)]
-    once = jobs("merged", None)
-    in_turns = len(turns) > 1
+    once, step = jobs("merged", None), jobs("merged", "merged")
+    middle = [jobs("layers", None), step]
     if way == "exact":
-        middle = [once] * (EXACT_MEASUREMENTS * TRIES)
+        middle = [step] * n_steps
     if way == "first_order":
         back = [once * (FORWARDS - 1)]
-        if in_turns:
+        if len(turns) > 1:
             some = [[once[number] for number in turn] for turn in turns]
             back = [jobs for part in some for jobs in (part, part * (FORWARDS - 1))]
-        n_measured = BUDGET // (FORWARDS + in_turns + 1)
-        middle = [once, *back, once] * n_measured
+        middle = [once, *back, step] * n_steps
     experts = [
         Job(task.settings.model, batch, "merged")
         for task in tasks
@@ -403,7 +410,7 @@ def _list_passes(
         for part in (task.choosing, task.accepting)
         for batch in part.batches
     ]
-    whole = [jobs("fronts", "fronts"), *middle, jobs("merged", "merged")]
+    whole = [jobs("fronts", "fronts"), *middle]
     return [experts, *whole] if experts else whole
 
 

@@ -119,11 +119,14 @@ class StepReport(Record):
     """One step of treatments chosen by measurement.
 
     Attributes:
-        objective: of the proposed merge, on the choosing samples.
+        objective: of the proposed merge, on all samples.
         improvement, improvement_se: over the merge before, less a hundred times what
-            is lacking of floors in both, and its standard error.
+            is lacking of floors in both, and its standard error; on all samples.
+        improvement_apart: the same on the samples that gave no slopes; None where
+            every sample chooses.
         radius: largest change of a factor.
-        taken: whether it improved by more than the error and breaks no floor.
+        taken: whether it improved by more than the error, got no worse apart or mends a
+            floor, and breaks none.
         forwards: forward passes over the choosing samples so far.
         shortfall: what the proposed merge lacks of floors, in recovered gain, summed.
         breaks_floor: whether it misses a floor that was kept, or one by more than
@@ -133,6 +136,7 @@ class StepReport(Record):
     objective: FiniteFloat
     improvement: FiniteFloat
     improvement_se: FiniteFloat
+    improvement_apart: FiniteFloat | None = None
     radius: FiniteFloat
     taken: bool
     forwards: int

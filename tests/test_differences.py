@@ -252,9 +252,8 @@ def test_estimate_counts_the_forwards_of_exact_measurements(school, tmp_path):
     choosing = sum(len(task.choosing.batches) for task in tasks)
     accepting = sum(len(task.accepting.batches) for task in tasks)
     cost = estimate_cost(merge)
-    whole_models = 3 + 1  # base, single and merge, then the treated merge
-    budget = 2 * (9 + 4)
-    expected = budget * choosing + whole_models * (choosing + accepting)
+    whole_models, n_steps = 3, 2 * 4  # base, single and merge
+    expected = 2 * 9 * choosing + (n_steps + whole_models) * (choosing + accepting)
     assert cost.n_block_calls == 3 * expected
-    # Whole models, two measurements, eight steps, the treated merge, the merge itself.
-    assert cost.n_passes == 1 + 2 + 8 + 1 + 1
+    # Whole models, two measurements, eight steps, the merge itself.
+    assert cost.n_passes == 1 + 2 + 8 + 1

@@ -235,10 +235,14 @@ def test_excluded_task_is_reported_and_not_aimed_at(school, tmp_path, objective)
     assert excluded.recovered_merged is None
     assert excluded.recovered_treated is None
     assert excluded.task_weight == 0
-    # With one task to aim at, its recovered gain is the objective.
+    # With one task to aim at, its recovered gain on all samples is the objective.
     taken = [step for step in plan.steps if step.taken]
     assert taken
-    assert taken[-1].objective == pytest.approx(aimed.recovered_treated, abs=1e-6)
+    sides = (aimed, aimed.accepted_on)
+    won = [side.n_samples * (side.score_treated - side.score_base) for side in sides]
+    recovered = sum(won) / sum(side.n_samples for side in sides)
+    recovered /= aimed.score_single - aimed.score_base
+    assert taken[-1].objective == pytest.approx(recovered, abs=1e-6)
     assert describe_aim(excluded) == "not aimed at (task_weight 0)"
 
 

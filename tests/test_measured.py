@@ -18,6 +18,7 @@ from test_recipe import WITH_DATA, problems_of
 from mergekit_himerging.analysis import session
 from mergekit_himerging.analysis.measured import BUDGET, MAX_FACTOR, choose_factors
 from mergekit_himerging.analysis.objective import Objective
+from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
 from mergekit_himerging.analysis.slopes import (
     FORWARDS,
@@ -126,8 +127,9 @@ def test_slopes_of_accuracy_are_those_of_the_right_option_among_all(school, tmp_
     assert all(set(scores) <= {0.0, 1.0} for scores in found.scores)
 
 
+@pytest.mark.parametrize("accept_share", [0, 0.5])
 def test_measured_merge_is_better_and_exactly_what_the_plan_says(
-    school, merge, tmp_path
+    school, merge, tmp_path, accept_share
 ):
     recipe = make_analysis(
         school,
@@ -136,7 +138,7 @@ def test_measured_merge_is_better_and_exactly_what_the_plan_says(
         "b",
         of_model={"weight": 0.3},  # so that there is something to be won
         resolve="measured",
-        accept_share=0,
+        accept_share=accept_share,
         guard="report",
     )
     merged = merge(recipe)
@@ -150,20 +152,33 @@ def test_measured_merge_is_better_and_exactly_what_the_plan_says(
     }
     expected = bench.merged(factors)
     assert all(torch.allclose(merged[n], expected[n], atol=1e-6) for n in expected)
-    gained = []
+    gained, apart = [], []
     for task in plan.tasks:
         name = names[task.model]
         assert task.layers == ()
         assert len(task.slopes) == 2 * plan.n_layers
+        sides = [side for side in (task, task.accepted_on) if side.n_samples]
+        counts = [side.n_samples for side in sides]
         scores = bench.score(merged, name)
-        assert task.score_treated == pytest.approx(float(scores.mean()), abs=1e-5)
         changes = [float(s) for s in scores - bench.score(bench.merged(), name)]
-        error = statistics.stdev(changes) / len(changes) ** 0.5
-        assert task.change_se == pytest.approx(error, abs=1e-5)
-        gained.append(task.recovered_treated - task.recovered_merged)
+        assert sum(counts) == len(changes)
+        treated = np.average([side.score_treated for side in sides], weights=counts)
+        assert treated == pytest.approx(float(scores.mean()), abs=1e-5)
+        if not accept_share:
+            error = statistics.stdev(changes) / len(changes) ** 0.5
+            assert task.change_se == pytest.approx(error, abs=1e-5)
+        # The gain that everything is a share of is that on the choosing samples.
+        gain = task.score_single - task.score_base
+        gained.append(float(np.mean(changes)) / gain)
+        apart.append((sides[-1].score_treated - sides[-1].score_merged) / gain)
     assert np.mean(gained) > 0.02
     taken = [step for step in plan.steps if step.taken]
     assert np.mean(gained) == pytest.approx(sum(s.improvement for s in taken), abs=1e-4)
+    if accept_share:
+        won = sum(step.improvement_apart for step in taken)
+        assert np.mean(apart) == pytest.approx(won, abs=1e-4)
+    else:
+        assert {step.improvement_apart for step in plan.steps} == {None}
     again = dict(recipe, parameters={"plan": str(tmp_path / "plan.json")})
     same = merge(again, out=tmp_path / "again")
     assert all(torch.equal(merged[n], same[n]) for n in merged)
@@ -195,37 +210,77 @@ def test_measured_plan_is_shown_in_every_view(school, tmp_path):
 
 
 class Hill:
-    """Scores of one task that fall off around a peak; samples may disagree."""
+    """Scores of one task that fall off around a peak; samples may disagree.
 
-    def __init__(self, peak, noise=0.0):
+    Those apart may have a peak of their own.
+    """
+
+    def __init__(self, peak, noise=0.0, apart=None):
         self.peak = np.array(peak)
+        self.apart = self.peak if apart is None else np.array(apart)
         self.noise = noise
         self.cost = 0
 
-    def score(self, factors):
-        self.cost += 1
-        top = -float(((factors - self.peak) ** 2).sum())
+    def around(self, peak, factors):
+        top = -float(((factors - peak) ** 2).sum())
         spread = self.noise * float(np.abs(factors - 1).sum())
         return [np.array([top - spread, top, top + spread])]
 
+    def score(self, factors):
+        self.cost += 1
+        sides = (self.around(peak, factors) for peak in (self.peak, self.apart))
+        return SideScores(*sides)
+
     def measure(self, factors):
-        scores = self.score(factors)
-        self.cost += FORWARDS - 1
+        self.cost += FORWARDS
+        scores = self.around(self.peak, factors)
         return Slopes(scores, -2 * (factors - self.peak)[None])
 
 
-def climb(hill):
-    objective = Objective("mean", [np.zeros(3)], [1.0])
+def climb(hill, least=()):
+    objective = Objective("mean", [np.zeros(3)], [1.0], least=least)
+    together = Objective("mean", [np.zeros(6)], [1.0], least=least)
     n_layers, n_models = hill.peak.shape
     return choose_factors(
-        objective,
+        Proof(objective, together, objective),
         hill.measure,
         hill.score,
+        plain=hill.around(hill.apart, np.ones_like(hill.peak)),
         n_layers=n_layers,
         n_models=n_models,
         forwards=FORWARDS,
         budget=BUDGET,
     )
+
+
+def test_step_that_samples_apart_speak_against_is_not_taken():
+    # By much better where slopes are taken, so better on all samples together.
+    choice = climb(Hill([[4.0, 1.0]], apart=[[0.9, 1.0]]))
+    first = choice.steps[0]
+    assert first.improvement > first.improvement_se
+    assert first.improvement_apart < 0
+    assert not any(step.taken for step in choice.steps)
+    assert (choice.factors == 1).all()
+
+
+def test_step_is_taken_as_far_as_samples_apart_go_along():
+    choice = climb(Hill([[2.0, 1.0]], apart=[[1.3, 1.0]]))
+    assert 1.3 < choice.factors[0, 0] < 1.6  # 1.6 is as good there as 1
+    for step in choice.steps:
+        assert step.taken == (step.improvement_apart >= 0)
+
+
+def test_step_that_mends_a_floor_may_be_worse_apart():
+    # The choosing samples miss a floor of -0.1, so do all together; those apart not.
+    hill = Hill([[1.5, 1.0]], apart=[[0.9, 1.0]])
+    assert not any(step.taken for step in climb(hill).steps)
+    choice = climb(Hill([[1.5, 1.0]], apart=[[0.9, 1.0]]), least=[-0.1])
+    taken = [step for step in choice.steps if step.taken]
+    assert taken[0].improvement_apart < 0
+    assert not any(step.breaks_floor for step in taken)
+    shortfalls = [0.03, *(step.shortfall for step in taken)]  # the plain merge's first
+    assert shortfalls == sorted(shortfalls, reverse=True)
+    assert len(set(shortfalls)) == len(shortfalls)
 
 
 def test_steps_go_up_within_the_budget_and_leave_flat_layers_alone():
@@ -385,9 +440,10 @@ def test_turns_are_counted_in_the_cost_of_every_step(school, tmp_path, monkeypat
     assert [step.forwards for step in plan.steps][:2] == [6, 12]
     assert plan.steps[0].objective == pytest.approx(at_once.steps[0].objective)
     assert plan.steps[-1].forwards <= BUDGET
-    n_batches = len(cells) + sum(len(task.accepting.batches) for task in tasks)
-    # Four measurements and steps of 6 forwards, and four whole models; of 3 blocks.
-    assert cost.n_block_calls == 3 * (4 * 6 * len(cells) + 4 * n_batches)
+    n_apart = sum(len(task.accepting.batches) for task in tasks)
+    # Four measurements and steps of 6 forwards, and three whole models; of 3 blocks.
+    expected = 4 * (6 * len(cells) + n_apart) + 3 * (len(cells) + n_apart)
+    assert cost.n_block_calls == 3 * expected
 
 
 def test_too_little_memory_says_how_much_is_needed(school, tmp_path):
@@ -413,6 +469,8 @@ def test_estimate_counts_the_forwards_that_measuring_may_take(school, tmp_path):
     choosing = sum(len(task.choosing.batches) for task in tasks)
     accepting = sum(len(task.accepting.batches) for task in tasks)
     cost = estimate_cost(merge)
-    whole_models = 3 + 1  # base, single and merge, then the treated merge
-    expected = BUDGET * choosing + whole_models * (choosing + accepting)
+    whole_models = 3  # base, single and merge
+    n_steps = BUDGET // (FORWARDS + 1)
+    expected = BUDGET * choosing + n_steps * accepting
+    expected += whole_models * (choosing + accepting)
     assert cost.n_block_calls == 3 * expected

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mergekit_himerging.analysis.measured import BUDGET, choose_factors
 from mergekit_himerging.analysis.objective import PENALTY, Objective
+from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.slopes import FORWARDS, Slopes
 
 ZEROS = [np.zeros(2), np.zeros(2)]
@@ -141,12 +142,15 @@ class Slope:
         return Slopes(self.score(factors), slopes)
 
 
-def climb(objective):
-    slope = Slope()
+def climb(objective, slope=None):
+    """Climb with no samples apart."""
+    slope = slope or Slope()
+    nothing = [np.zeros(0), np.zeros(0)]
     return choose_factors(
-        objective,
+        Proof(objective, objective, None),
         slope.measure,
-        slope.score,
+        lambda factors: SideScores(slope.score(factors), nothing),
+        plain=nothing,
         n_layers=1,
         n_models=2,
         forwards=FORWARDS,
@@ -194,16 +198,8 @@ def test_step_past_a_floor_is_not_taken_however_much_it_wins():
             one, two = super().means(factors)
             return [one, two if (factors == 1).all() else 0.0]  # slopes do not tell
 
-    cliff = Cliff()
-    choice = choose_factors(
-        Objective("mean", ZEROS, [1.0, 1.0], [300.0, 1.0], [None, 0.5]),
-        cliff.measure,
-        cliff.score,
-        n_layers=1,
-        n_models=2,
-        forwards=FORWARDS,
-        budget=BUDGET,
-    )
+    objective = Objective("mean", ZEROS, [1.0, 1.0], [300.0, 1.0], [None, 0.5])
+    choice = climb(objective, Cliff())
     assert (choice.factors == 1).all()
     assert choice.steps
     assert all(step.breaks_floor and not step.taken for step in choice.steps)

@@ -219,11 +219,13 @@ def test_steps_are_told_with_their_floors_and_cost():
     missed = make_step(taken=False, forwards=10).model_copy(
         update={"shortfall": 0.25, "breaks_floor": True}
     )
-    plan = make_measured(steps=[make_step(taken=True, forwards=5), missed])
+    taken = make_step(taken=True, forwards=5)
+    taken = taken.model_copy(update={"improvement_apart": -0.05})
+    plan = make_measured(steps=[taken, missed])
     assert list_steps(plan) == [
-        ["1", "0.9000", "+0.1000 ± 0.0100", "5", "taken"],
+        ["1", "0.9000", "+0.1000 ± 0.0100", "-0.0500", "5", "taken"],
         [
-            *("2", "0.9000", "+0.1000 ± 0.0100", "10"),
+            *("2", "0.9000", "+0.1000 ± 0.0100", "", "10"),
             "not taken, breaks a floor, "
             "floors lack 0.2500, which counts in 'better by'",
         ],

@@ -13,6 +13,7 @@ import numpy as np
 
 from mergekit_himerging.analysis.contribution import FloatArray, recovered_gain
 from mergekit_himerging.analysis.objective import Objective
+from mergekit_himerging.analysis.proof import Proof
 from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import GuardReport, WholeScores
@@ -92,6 +93,33 @@ def make_objective(
         [gains[model] for model in wholes],
         [aims[model].task_weight for model in wholes],
         [_find_least(whole, aims[model].floor) for model, whole in wholes.items()],
+    )
+
+
+def make_proof(
+    choosing: Mapping[str, Whole],
+    accepting: Mapping[str, Whole],
+    settings: AnalysisSettings,
+    aims: Mapping[str, TaskSettings],
+) -> Proof:
+    """Make what steps are proved by: on either side's samples, and on all of them."""
+    gains = find_gains(choosing, settings)
+    together = {
+        model: Whole(
+            *(
+                np.concatenate([getattr(w[model], name) for w in (choosing, accepting)])
+                for name in ("base", "single", "merged")
+            )
+        )
+        for model in choosing
+    }
+    is_apart = all(len(whole.merged) > 0 for whole in accepting.values())
+    return Proof(
+        choosing=make_objective(choosing, gains, settings, aims),
+        together=make_objective(together, gains, settings, aims),
+        accepting=make_objective(accepting, gains, settings, aims)
+        if is_apart
+        else None,
     )
 
 

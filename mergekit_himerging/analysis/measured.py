@@ -1,8 +1,8 @@
 """Treatments chosen by measurement: steps up the slopes, each proved before taken.
 
 Invariant: a step is taken only where the merge that it leads to, scored exactly, is
-better on the choosing samples by more than its standard error and misses no floor that
-was kept; layers without a slope stay where they are.
+better on all samples by more than its standard error, is no worse on those that gave no
+slopes, and misses no floor that was kept; layers without a slope stay where they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from mergekit_himerging.analysis.differences import (
 )
 from mergekit_himerging.analysis.graph import Cuts
 from mergekit_himerging.analysis.objective import Objective
+from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
 from mergekit_himerging.analysis.streams import Progress
@@ -73,11 +74,14 @@ class Way:
             as: block forwards over layers, and twice that for a pass back.
         budget: forward passes that a whole choice may take; two measurements and their
             steps at least.
+        n_steps: steps that the budget allows where it is used up by measurements, each
+            with its steps.
     """
 
     measure: MeasureSlopes
     forwards: int
     budget: int
+    n_steps: int
 
 
 def pick_way(
@@ -91,10 +95,11 @@ def pick_way(
         in_turns: whether the samples do not fit into memory together.
     """
     if measure == "first_order":
-        return Way(measure_slopes, FORWARDS + in_turns, BUDGET)
+        forwards = FORWARDS + in_turns
+        return Way(measure_slopes, forwards, BUDGET, BUDGET // (forwards + 1))
     forwards = count_forwards(n_layers, n_models)
     budget = EXACT_MEASUREMENTS * (forwards + TRIES)
-    return Way(measure_differences, forwards, budget)
+    return Way(measure_differences, forwards, budget, EXACT_MEASUREMENTS * TRIES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,21 +109,22 @@ class Choice:
     Attributes:
         factors: ``[layers, models]``, on each model's weight in each layer.
         slopes: ``[tasks, layers, models]``, at the plain merge.
-        scores: by task, ``[samples]``, of the merge with these factors.
+        scores: of the merge with these factors.
         steps: what was tried, in order.
     """
 
     factors: FloatArray
     slopes: FloatArray
-    scores: Sequence[FloatArray]
+    scores: SideScores
     steps: tuple[StepReport, ...]
 
 
 def choose_factors(
-    objective: Objective,
+    proof: Proof,
     measure: Callable[[FloatArray], Slopes],
-    score: Callable[[FloatArray], list[FloatArray]],
+    score: Callable[[FloatArray], SideScores],
     *,
+    plain: Sequence[FloatArray],
     n_layers: int,
     n_models: int,
     forwards: int,
@@ -126,16 +132,17 @@ def choose_factors(
 ) -> Choice:
     """Climb from the plain merge.
 
-    The direction is the slope of the objective, less what missed floors cost, as long
-    as the radius in its largest entry. It is bent where it would lead past a floor, by
-    the slopes and by what earlier steps fell short of them. A step that does not
-    improve the objective by more than its standard error, or leads past a floor after
-    all, is not taken, and the radius is halved; one that is taken lets it grow.
+    The direction is the slope of the objective on the choosing samples, less what
+    missed floors cost, as long as the radius in its largest entry. It is bent where it
+    would lead past a floor, by the slopes and by what earlier steps fell short of them.
+    A step that is not proved, or leads past a floor after all, is not taken, and the
+    radius is halved; one that is taken lets it grow.
 
     Args:
-        objective: what is raised.
+        proof: what is raised, and what takes a step.
         measure: factors ``[layers, models]`` -> scores and slopes there.
         score: factors -> scores; counted as one forward pass.
+        plain: the plain merge's scores on the accepting samples, by task.
         n_layers, n_models: of the merge.
         forwards: forward passes that ``measure`` counts as.
         budget: forward passes to be taken at most.
@@ -143,41 +150,31 @@ def choose_factors(
     Returns:
         The best factors found.
     """
+    objective = proof.choosing
     factors = np.ones((n_layers, n_models))
     here = first = measure(factors)
-    scores = list(here.scores)
+    scores = SideScores(here.scores, plain)
     cost, radius, steps = forwards, FIRST_RADIUS, []
     # By task: how much less was recovered than slopes foresaw, over the square of the
     # radius, as it grows where slopes change along the step.
-    bend = np.zeros(len(scores))
+    bend = np.zeros(len(plain))
     while cost < budget and radius >= LEAST_RADIUS:
         reserve = bend * radius**2
-        step = _find_step(objective, factors, scores, here.slopes, radius, reserve)
+        step = _find_step(
+            objective, factors, scores.choosing, here.slopes, radius, reserve
+        )
         # As they will stand in the plan.
         proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
         if (proposed == factors).all():
             break
         found = score(proposed)
         cost += 1
-        better = objective.merit(found) - objective.merit(scores)
-        error = objective.difference_se(found, scores)
-        foreseen = objective.foresee(scores, here.slopes, proposed - factors)
-        bend = np.maximum(bend, (foreseen - objective.means(found)) / radius**2)
-        breaks_floor = objective.breaks_floor(found, scores)
-        is_taken = better > error and not breaks_floor
-        steps.append(
-            StepReport(
-                objective=objective.value(found),
-                improvement=better,
-                improvement_se=error,
-                radius=radius,
-                taken=is_taken,
-                forwards=cost,
-                shortfall=float(objective.shortfalls(found).sum()),
-                breaks_floor=breaks_floor,
-            )
-        )
-        if not is_taken:
+        foreseen = objective.foresee(scores.choosing, here.slopes, proposed - factors)
+        missing = foreseen - objective.means(found.choosing)
+        bend = np.maximum(bend, missing / radius**2)
+        report = proof.report_step(found, scores, radius=radius, forwards=cost)
+        steps.append(report)
+        if not report.taken:
             radius /= 2
             continue
         factors, scores = proposed, found

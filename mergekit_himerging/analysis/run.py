@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mergekit_himerging.analysis.candidates import score_merges
 from mergekit_himerging.analysis.contribution import (
     Contribution,
     FloatArray,
@@ -33,11 +32,12 @@ from mergekit_himerging.analysis.judging import (
     describe_whole,
     find_gains,
     judge,
-    make_objective,
+    make_proof,
     mean_score,
 )
 from mergekit_himerging.analysis.measured import choose_factors, pick_way
 from mergekit_himerging.analysis.probe_scores import score_probes
+from mergekit_himerging.analysis.proof import SideScores
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.settings import AnalysisSettings
@@ -114,7 +114,9 @@ def analyse_merge(
     if settings.rules.compare == "gain":
         check_gains(choosing, aims, settings)
     if settings.resolve == "measured":
-        outcome = _resolve_by_measurement(skeleton, tasks, choosing, settings, engine)
+        outcome = _resolve_by_measurement(
+            skeleton, tasks, (choosing, accepting), settings, engine
+        )
     else:
         outcome = _resolve_by_rules(
             skeleton, tasks, (choosing, accepting), settings, engine
@@ -225,14 +227,15 @@ def _resolve_by_rules(
 def _resolve_by_measurement(
     skeleton: Plan,
     tasks: Sequence[TaskData],
-    choosing: Mapping[str, Whole],
+    wholes: tuple[Mapping[str, Whole], Mapping[str, Whole]],
     settings: AnalysisSettings,
     engine: Engine,
 ) -> _Outcome:
     """Climb the slopes of the tasks' scores by the factors of every (layer, model)."""
+    choosing, accepting = wholes
     models = [task.settings.model for task in tasks]
     aims = {task.settings.model: task.settings for task in tasks}
-    objective = make_objective(choosing, find_gains(choosing, settings), settings, aims)
+    proof = make_proof(choosing, accepting, settings, aims)
     in_turns = (
         settings.measure == "first_order"
         and len(split_tasks(tasks, engine.replay, settings.memory)) > 1
@@ -255,16 +258,22 @@ def _resolve_by_measurement(
         update = {"treatments": _set_factors(factors, models)}
         return engine.resolve(skeleton.model_copy(update=update))
 
+    def score(factors: FloatArray) -> SideScores:
+        treatments = _set_factors(factors, models)
+        found = _score_treated(skeleton, treatments, tasks, settings, engine)
+        return SideScores(*zip(*(found[model] for model in models), strict=True))
+
     choice = choose_factors(
-        objective,
+        proof,
         lambda f: way.measure(plain, resolve(f), tasks, engine.replay, **shared),
-        lambda f: score_merges([resolve(f)], tasks, engine.replay, **shared)[0],
+        score,
+        plain=[accepting[model].merged for model in models],
         n_layers=skeleton.n_layers,
         n_models=len(models),
         forwards=way.forwards,
         budget=way.budget,
     )
-    weights = objective.weigh_tasks([choosing[m].merged for m in models])
+    weights = proof.choosing.weigh_tasks([choosing[m].merged for m in models])
     slopes = np.tensordot(weights, choice.slopes, axes=1)  # [layers, models]
     n_taken = sum(step.taken for step in choice.steps)
     unit = "in score" if settings.rules.compare == "raw" else "of the gain"
@@ -281,7 +290,10 @@ def _resolve_by_measurement(
     )
     return _Outcome(
         treatments=treatments,
-        treated=_score_treated(skeleton, treatments, tasks, settings, engine),
+        treated={
+            model: (choice.scores.choosing[m], choice.scores.accepting[m])
+            for m, model in enumerate(models)
+        },
         order=(),
         details=[
             {

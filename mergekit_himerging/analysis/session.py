@@ -33,7 +33,7 @@ from mergekit_himerging.analysis.data import (
 from mergekit_himerging.analysis.drawing import MAX_TOKENS
 from mergekit_himerging.analysis.gradients import GRADIENT_FORWARDS
 from mergekit_himerging.analysis.jobs import Job
-from mergekit_himerging.analysis.measured import pick_way
+from mergekit_himerging.analysis.measured import Way, pick_way
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.run import Engine, analyse_merge
 from mergekit_himerging.analysis.self_rows import make_self_rows
@@ -170,15 +170,13 @@ def _analyse(
         compare=settings["compare"],
     )
     n_layers = skeleton.n_layers
-    budget = None
+    way = None
     if settings["resolve"] == "measured":
-        budget = pick_way(
-            settings["measure"], n_layers=n_layers, n_models=len(tasks)
-        ).budget
+        way = pick_way(settings["measure"], n_layers=n_layers, n_models=len(tasks))
     with _show_progress(
         tasks,
         n_layers,
-        budget=budget,
+        way=way,
         gradients=settings["gradients"],
         quiet=merge.options.quiet,
     ) as progress:
@@ -389,25 +387,28 @@ def _show_progress(
     tasks: Sequence[TaskData],
     n_layers: int,
     *,
-    budget: int | None,
+    way: Way | None,
     gradients: bool,
     quiet: bool,
 ) -> Iterator[Progress]:
     """Show block forwards done; a further round of analysis is added as it begins.
 
-    The budget is that of treatments chosen by measurement, in forward passes.
+    With a way to measure, all that choosing by it may take.
     """
     wholes, again = 0, 0
     for task in tasks:
         for batch in task.choosing.batches:
             job = Job(task.settings.model, batch, "layers")
             calls = sum(job.n_block_calls(layer) for layer in range(n_layers))
-            again += calls if budget is None else budget * n_layers
+            again += calls if way is None else way.budget * n_layers
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
+        if way is None:  # the treated merge
+            again += n_layers * n_batches
+        else:
+            again += way.n_steps * n_layers * len(task.accepting.batches)
         wholes += (3 + needs_teacher(task)) * n_layers * n_batches
         if gradients:
             wholes += GRADIENT_FORWARDS * n_layers * len(task.choosing.batches)
-        again += n_layers * n_batches
     if quiet:
         yield lambda calls, label: None
         return

@@ -378,9 +378,11 @@ def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
     yield (
         "What was done: in how many layers, to the weight where it was measured, as "
         "least, mean and largest factor. Judged: treated minus plain "
-        "merge on calibration rows that did not choose, in shares of the gain; the "
-        "guard reports here and never acts. Forwards: full forward passes of a task's "
-        "choosing rows that the analysis stands for, with one pass back as two."
+        "merge on calibration rows that did not choose, in shares of the gain; where "
+        "treatments are measured no step is taken that makes it worse, so it flatters "
+        "there. The guard reports here and never acts. Forwards: full forward passes "
+        "of a task's choosing rows that the analysis stands for, with one pass back as "
+        "two."
     )
     plans = {
         row.name: read_plan(plan_path(folder, result.setting, row.name)) for row in rows
