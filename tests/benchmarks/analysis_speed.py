@@ -2,7 +2,7 @@
 
     python tests/benchmarks/analysis_speed.py BASE \
         EXPERT EXPERT.calibration.jsonl EXPERT EXPERT.calibration.jsonl \
-        [--samples 16] [--density 0.2] [--resolve rules]
+        [--samples 16] [--density 0.2] [--resolve rules] [--accept-share 0]
 
 Prints, from one run and net of imports:
 
@@ -16,7 +16,8 @@ Prints, from one run and net of imports:
   one task; a checkpoint per probe of the rules takes 4 * tasks * layers of these (two
   are timed, the rest is multiplication).
 
-Adapters are merged before the clock. Every sample chooses (`accept_share: 0`).
+Adapters are merged before the clock. Every sample chooses, unless `--accept-share` says
+otherwise; a probe is scored on all samples.
 """
 
 import tempfile
@@ -28,7 +29,12 @@ import click
 
 
 def make_recipe(
-    base: str, experts: dict[str, str], samples: int, density: float, resolve: str
+    base: str,
+    experts: dict[str, str],
+    samples: int,
+    density: float,
+    resolve: str = "rules",
+    accept_share: float = 0.0,
 ) -> dict[str, Any]:
     return {
         "merge_method": "hi_merging",
@@ -47,7 +53,7 @@ def make_recipe(
         ],
         "parameters": {
             "resolve": resolve,
-            "accept_share": 0.0,
+            "accept_share": accept_share,
             "guard": "report",
             **({"compare": "raw"} if resolve == "rules" else {}),
         },
@@ -70,6 +76,7 @@ class StopError(Exception):
     default="rules",
     show_default=True,
 )
+@click.option("--accept-share", default=0.0, show_default=True)
 @click.option("--bare-share", default=1.0, show_default=True)
 @click.option("--probes/--no-probes", default=True, show_default=True)
 @click.option("--cache", default=None, help="where merged adapters are kept")
@@ -79,6 +86,7 @@ def main(
     samples: int,
     density: float,
     resolve: str,
+    accept_share: float,
     bare_share: float,
     probes: bool,
     cache: str | None,
@@ -101,7 +109,7 @@ def main(
         write_model_card=False,
     )
     experts = dict(zip(experts_and_data[::2], experts_and_data[1::2], strict=True))
-    recipe = make_recipe(base, experts, samples, density, resolve)
+    recipe = make_recipe(base, experts, samples, density, resolve, accept_share)
     config = MergeConfiguration.model_validate(recipe)
     for model in config.referenced_models():
         model.merged(options.lora_merge_cache, lora_merge_dtype="float32")
@@ -123,7 +131,9 @@ def main(
     except StopError:
         session._analyse = analyse
     n_layers = seen["plan"].n_layers
-    batches = [b for task in seen["tasks"] for b in task.choosing.batches]
+    choosing = [b for task in seen["tasks"] for b in task.choosing.batches]
+    accepting = [b for task in seen["tasks"] for b in task.accepting.batches]
+    batches = [*choosing, *accepting]
     n_tokens = sum(b.n_tokens for b in batches)
     n_cells = sum(b.input_ids.numel() for b in batches)
     click.echo(
@@ -159,7 +169,7 @@ def main(
     bare = None
     if resolve == "rules":
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-        bare = run_bare(model, batches, n_layers, bare_share)
+        bare = run_bare(model, choosing, n_layers, bare_share)
         click.echo(
             f"bare     {bare:8.2f} s   analysis / bare {analysis / bare:.2f}, "
             f"analysis / (bare + read) {analysis / (bare + read):.2f}"
