@@ -239,10 +239,9 @@ def test_excluded_task_is_reported_and_not_aimed_at(school, tmp_path, objective)
     taken = [step for step in plan.steps if step.taken]
     assert taken
     sides = (aimed, aimed.accepted_on)
-    won = [side.n_samples * (side.score_treated - side.score_base) for side in sides]
-    recovered = sum(won) / sum(side.n_samples for side in sides)
-    recovered /= aimed.score_single - aimed.score_base
-    assert taken[-1].objective == pytest.approx(recovered, abs=1e-6)
+    won = sum(s.n_samples * (s.score_treated - s.score_base) for s in sides)
+    gain = sum(s.n_samples * (s.score_single - s.score_base) for s in sides)
+    assert taken[-1].objective == pytest.approx(won / gain, abs=1e-6)
     assert describe_aim(excluded) == "not aimed at (task_weight 0)"
 
 

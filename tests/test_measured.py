@@ -152,7 +152,7 @@ def test_measured_merge_is_better_and_exactly_what_the_plan_says(
     }
     expected = bench.merged(factors)
     assert all(torch.allclose(merged[n], expected[n], atol=1e-6) for n in expected)
-    gained, apart = [], []
+    gained, apart, recovered = [], [], []
     for task in plan.tasks:
         name = names[task.model]
         assert task.layers == ()
@@ -167,13 +167,17 @@ def test_measured_merge_is_better_and_exactly_what_the_plan_says(
         if not accept_share:
             error = statistics.stdev(changes) / len(changes) ** 0.5
             assert task.change_se == pytest.approx(error, abs=1e-5)
-        # The gain that everything is a share of is that on the choosing samples.
-        gain = task.score_single - task.score_base
+        # Everything is a share of the gain on all samples.
+        gains = [side.score_single - side.score_base for side in sides]
+        gain = np.average(gains, weights=counts)
         gained.append(float(np.mean(changes)) / gain)
+        low = np.average([side.score_base for side in sides], weights=counts)
+        recovered.append((treated - low) / gain)
         apart.append((sides[-1].score_treated - sides[-1].score_merged) / gain)
     assert np.mean(gained) > 0.02
     taken = [step for step in plan.steps if step.taken]
     assert np.mean(gained) == pytest.approx(sum(s.improvement for s in taken), abs=1e-4)
+    assert taken[-1].objective == pytest.approx(np.mean(recovered), abs=1e-4)
     if accept_share:
         won = sum(step.improvement_apart for step in taken)
         assert np.mean(apart) == pytest.approx(won, abs=1e-4)

@@ -102,8 +102,11 @@ def make_proof(
     settings: AnalysisSettings,
     aims: Mapping[str, TaskSettings],
 ) -> Proof:
-    """Make what steps are proved by: on either side's samples, and on all of them."""
-    gains = find_gains(choosing, settings)
+    """Make what steps are proved by: on either side's samples, and on all of them.
+
+    The choosing samples' gains are known to be positive; those on all samples serve
+    where they are, so that the objective is the recovered gain on these.
+    """
     together = {
         model: Whole(
             *(
@@ -114,8 +117,15 @@ def make_proof(
         for model in choosing
     }
     is_apart = all(len(whole.merged) > 0 for whole in accepting.values())
+    first = find_gains(choosing, settings)
+    gains = {
+        model: gain
+        if np.mean(together[model].single - together[model].base) > 0
+        else first[model]
+        for model, gain in find_gains(together, settings).items()
+    }
     return Proof(
-        choosing=make_objective(choosing, gains, settings, aims),
+        choosing=make_objective(choosing, first, settings, aims),
         together=make_objective(together, gains, settings, aims),
         accepting=make_objective(accepting, gains, settings, aims)
         if is_apart
