@@ -115,10 +115,15 @@ def _mean_difference(norms: Sequence[float]) -> float | None:
     return sum(differences) / len(differences) if differences else None
 
 
+Moves = Literal["models", "layers"]
+"""What a step moves: every model's factor alike in all layers, or each by itself."""
+
+
 class StepReport(Record):
     """One step of treatments chosen by measurement.
 
     Attributes:
+        moves: whole models or single layers.
         objective: of the proposed merge, on all samples.
         improvement, improvement_se: over the merge before, less a hundred times what
             is lacking of floors in both, and its standard error; on all samples.
@@ -133,6 +138,7 @@ class StepReport(Record):
             before.
     """
 
+    moves: Moves = "layers"
     objective: FiniteFloat
     improvement: FiniteFloat
     improvement_se: FiniteFloat

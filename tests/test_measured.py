@@ -287,11 +287,24 @@ def test_step_that_mends_a_floor_may_be_worse_apart():
     assert len(set(shortfalls)) == len(shortfalls)
 
 
+def test_whole_models_are_moved_before_their_layers():
+    choice = climb(Hill([[1.7, 0.8], [1.5, 0.6], [1.6, 0.7]]))
+    moves = [step.moves for step in choice.steps]
+    assert moves == sorted(moves, reverse=True)
+    assert set(moves) == {"models", "layers"}
+    assert moves.count("models") < len(moves) / 2
+    assert np.abs(choice.factors - [1.6, 0.7]).max() < 0.15
+    # All steps that were taken, of models: equal factors in all layers.
+    hill = Hill([[1.6, 0.7]] * 3)
+    assert np.ptp(climb(hill).factors, axis=0).tolist() == [0, 0]
+
+
 def test_steps_go_up_within_the_budget_and_leave_flat_layers_alone():
-    hill = Hill([[1.6, 1.0], [0.5, 1.2]])
+    hill = Hill([[1.6, 1.0], [0.4, 1.0], [1.0, 1.0]])  # whole models stand well
     choice = climb(hill)
     assert hill.cost <= BUDGET
-    assert choice.factors[0, 1] == 1.0
+    assert (choice.factors[:, 1] == 1).all()
+    assert choice.factors[2, 0] == 1
     assert np.abs(choice.factors - hill.peak).max() < 0.2
     values = [step.objective for step in choice.steps if step.taken]
     assert values == sorted(values)

@@ -220,12 +220,12 @@ def test_steps_are_told_with_their_floors_and_cost():
         update={"shortfall": 0.25, "breaks_floor": True}
     )
     taken = make_step(taken=True, forwards=5)
-    taken = taken.model_copy(update={"improvement_apart": -0.05})
+    taken = taken.model_copy(update={"moves": "models", "improvement_apart": -0.05})
     plan = make_measured(steps=[taken, missed])
     assert list_steps(plan) == [
-        ["1", "0.9000", "+0.1000 ± 0.0100", "-0.0500", "5", "taken"],
+        ["1", "models", "0.9000", "+0.1000 ± 0.0100", "-0.0500", "5", "taken"],
         [
-            *("2", "0.9000", "+0.1000 ± 0.0100", "", "10"),
+            *("2", "layers", "0.9000", "+0.1000 ± 0.0100", "", "10"),
             "not taken, breaks a floor, "
             "floors lack 0.2500, which counts in 'better by'",
         ],

@@ -2,7 +2,8 @@
 
 Invariant: a step is taken only where the merge that it leads to, scored exactly, is
 better on all samples by more than its standard error, is no worse on those that gave no
-slopes, and misses no floor that was kept; layers without a slope stay where they are.
+slopes, and misses no floor that was kept. Whole models come first, then their layers: a
+layer without a slope stays where its model is.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
 from mergekit_himerging.analysis.streams import Progress
-from mergekit_himerging.scores import StepReport
+from mergekit_himerging.scores import Moves, StepReport
 from mergekit_himerging.tasks import PlannedTensor
 
 BUDGET = 25
@@ -39,6 +40,9 @@ MAX_FACTOR = 2.0
 
 FIRST_RADIUS, LEAST_RADIUS = 0.5, 0.05
 """Largest change of a factor in the first step, and where it ends."""
+
+LEAST_MODEL_RADIUS = 0.2
+"""Where steps of whole models end: what is left is for their layers."""
 
 
 Measure = Literal["first_order", "exact"]
@@ -130,13 +134,18 @@ def choose_factors(
     forwards: int,
     budget: int,
 ) -> Choice:
-    """Climb from the plain merge.
+    """Climb from the plain merge, by whole models, then by their layers.
 
     The direction is the slope of the objective on the choosing samples, less what
     missed floors cost, as long as the radius in its largest entry. It is bent where it
     would lead past a floor, by the slopes and by what earlier steps fell short of them.
     A step that is not proved, or leads past a floor after all, is not taken, and the
     radius is halved; one that is taken lets it grow.
+
+    A step of whole models goes along the slopes' mean over the layers: few numbers,
+    which few samples tell. Along each layer's own slope the same way would take many
+    steps, since the steepest layer alone sets their length. Layers follow once the
+    radius is below `LEAST_MODEL_RADIUS`, or with the last measurement.
 
     Args:
         proof: what is raised, and what takes a step.
@@ -155,34 +164,45 @@ def choose_factors(
     here = first = measure(factors)
     scores = SideScores(here.scores, plain)
     cost, radius, steps = forwards, FIRST_RADIUS, []
+    moves: Moves = "models"
     # By task: how much less was recovered than slopes foresaw, over the square of the
     # radius, as it grows where slopes change along the step.
     bend = np.zeros(len(plain))
     while cost < budget and radius >= LEAST_RADIUS:
+        slopes = here.slopes
+        if moves == "models":
+            slopes = np.broadcast_to(slopes.mean(1, keepdims=True), slopes.shape)
         reserve = bend * radius**2
-        step = _find_step(
-            objective, factors, scores.choosing, here.slopes, radius, reserve
-        )
+        step = _find_step(objective, factors, scores.choosing, slopes, radius, reserve)
         # As they will stand in the plan.
         proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
-        if (proposed == factors).all():
+        is_still = bool((proposed == factors).all())
+        if is_still and moves == "layers":
             break
-        found = score(proposed)
-        cost += 1
-        foreseen = objective.foresee(scores.choosing, here.slopes, proposed - factors)
-        missing = foreseen - objective.means(found.choosing)
-        bend = np.maximum(bend, missing / radius**2)
-        report = proof.report_step(found, scores, radius=radius, forwards=cost)
-        steps.append(report)
-        if not report.taken:
+        if not is_still:
+            found = score(proposed)
+            cost += 1
+            foreseen = objective.foresee(scores.choosing, slopes, proposed - factors)
+            missing = foreseen - objective.means(found.choosing)
+            bend = np.maximum(bend, missing / radius**2)
+            report = proof.report_step(
+                found, scores, moves=moves, radius=radius, forwards=cost
+            )
+            steps.append(report)
+        if is_still or not report.taken:
             radius /= 2
-            continue
-        factors, scores = proposed, found
-        radius = min(1.0, 1.5 * radius)
-        if cost + forwards >= budget:
-            break
-        here = measure(factors)
-        cost += forwards
+            is_done = is_still or radius < LEAST_MODEL_RADIUS
+        else:
+            factors, scores = proposed, found
+            radius = min(1.0, 1.5 * radius)
+            if cost + forwards >= budget:
+                break
+            here = measure(factors)
+            cost += forwards
+            is_done = cost + forwards >= budget
+        if moves == "models" and is_done:
+            moves, radius = "layers", FIRST_RADIUS
+            bend = np.zeros(len(plain))
     return Choice(factors, first.slopes, scores, tuple(steps))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mergekit_himerging.analysis.contribution import FloatArray
 from mergekit_himerging.analysis.objective import Objective
-from mergekit_himerging.scores import StepReport
+from mergekit_himerging.scores import Moves, StepReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,13 @@ class Proof:
     accepting: Objective | None
 
     def report_step(
-        self, found: SideScores, before: SideScores, *, radius: float, forwards: int
+        self,
+        found: SideScores,
+        before: SideScores,
+        *,
+        moves: Moves,
+        radius: float,
+        forwards: int,
     ) -> StepReport:
         """Compare a proposed merge with the one before, and say whether to take it.
 
@@ -67,6 +73,7 @@ class Proof:
             is_mended = shortfall < float(self.together.shortfalls(earlier).sum())
             is_taken &= apart >= 0 or is_mended
         return StepReport(
+            moves=moves,
             objective=self.together.value(after),
             improvement=better,
             improvement_se=error,

@@ -129,7 +129,15 @@ def describe_way(plan: Plan) -> str:
     return "slopes measured by a pass back (first_order)"
 
 
-STEP_HEADS = ("step", "objective", "better by", "judging", "forwards", "outcome")
+STEP_HEADS = (
+    "step",
+    "moves",
+    "objective",
+    "better by",
+    "judging",
+    "forwards",
+    "outcome",
+)
 """What the cells of a step are: see ``StepReport``; "judging" is how much it is better
 on the judging samples alone, and forward passes are those so far."""
 
@@ -139,6 +147,7 @@ def list_steps(plan: Plan) -> list[list[str]]:
     return [
         [
             str(number),
+            step.moves,
             f"{step.objective:.4f}",
             f"{step.improvement:+.4f} ± {step.improvement_se:.4f}",
             "" if step.improvement_apart is None else f"{step.improvement_apart:+.4f}",
