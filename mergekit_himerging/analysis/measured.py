@@ -42,7 +42,7 @@ FIRST_RADIUS, LEAST_RADIUS = 0.5, 0.05
 """Largest change of a factor in the first step, and where it ends."""
 
 LEAST_MODEL_RADIUS = 0.2
-"""Where steps of whole models end: what is left is for their layers."""
+"""Where trying a step of whole models ends."""
 
 
 Measure = Literal["first_order", "exact"]
@@ -142,10 +142,11 @@ def choose_factors(
     A step that is not proved, or leads past a floor after all, is not taken, and the
     radius is halved; one that is taken lets it grow.
 
-    A step of whole models goes along the slopes' mean over the layers: few numbers,
-    which few samples tell. Along each layer's own slope the same way would take many
-    steps, since the steepest layer alone sets their length. Layers follow once the
-    radius is below `LEAST_MODEL_RADIUS`, or with the last measurement.
+    The first step moves whole models along the slopes' mean over the layers: few
+    numbers, which few samples tell. Along each layer's own slope the same way would
+    take many steps, since the steepest layer alone sets their length. Layers follow
+    once it is taken, or shorter than `LEAST_MODEL_RADIUS`; more steps of whole models
+    would leave them too little of the budget.
 
     Args:
         proof: what is raised, and what takes a step.
@@ -189,18 +190,17 @@ def choose_factors(
                 found, scores, moves=moves, radius=radius, forwards=cost
             )
             steps.append(report)
-        if is_still or not report.taken:
-            radius /= 2
-            is_done = is_still or radius < LEAST_MODEL_RADIUS
-        else:
+        is_taken = not is_still and report.taken
+        if is_taken:
             factors, scores = proposed, found
             radius = min(1.0, 1.5 * radius)
             if cost + forwards >= budget:
                 break
             here = measure(factors)
             cost += forwards
-            is_done = cost + forwards >= budget
-        if moves == "models" and is_done:
+        else:
+            radius /= 2
+        if moves == "models" and (is_taken or is_still or radius < LEAST_MODEL_RADIUS):
             moves, radius = "layers", FIRST_RADIUS
             bend = np.zeros(len(plain))
     return Choice(factors, first.slopes, scores, tuple(steps))
