@@ -23,7 +23,7 @@ ORDER = (
     *("analysis.overlap", "analysis.calibration", "analysis.data"),
     *("analysis.replay", "analysis.jobs", "analysis.agreement", "analysis.selfcheck"),
     *("analysis.streams", "analysis.graph", "analysis.probe_scores"),
-    *("analysis.teachers", "analysis.objective"),
+    *("analysis.teachers", "analysis.objective", "analysis.proof"),
     *("analysis.candidates", "analysis.slopes", "analysis.gradients"),
     *("analysis.differences", "analysis.measured", "analysis.settings"),
     *("analysis.judging", "analysis.run"),
