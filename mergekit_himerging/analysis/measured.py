@@ -38,11 +38,11 @@ the first radius to the least."""
 MAX_FACTOR = 2.0
 """Largest factor on a delta; the least is 0, which drops it."""
 
-FIRST_RADIUS, LEAST_RADIUS = 0.5, 0.05
-"""Largest change of a factor in the first step, and where it ends."""
+FIRST_RADIUS = 0.5
+"""Largest change of a factor in the first step of a level."""
 
-LEAST_MODEL_RADIUS = 0.2
-"""Where trying a step of whole models ends."""
+LEVELS: tuple[tuple[Moves, float], ...] = (("models", 0.2), ("layers", 0.05))
+"""What is moved, in turn, each until the radius is below a least one."""
 
 
 Measure = Literal["first_order", "exact"]
@@ -145,8 +145,8 @@ def choose_factors(
     The first step moves whole models along the slopes' mean over the layers: few
     numbers, which few samples tell. Along each layer's own slope the same way would
     take many steps, since the steepest layer alone sets their length. Layers follow
-    once it is taken, or shorter than `LEAST_MODEL_RADIUS`; more steps of whole models
-    would leave them too little of the budget.
+    once it is taken or too short; more steps of whole models would leave them too
+    little of the budget.
 
     Args:
         proof: what is raised, and what takes a step.
@@ -164,23 +164,24 @@ def choose_factors(
     factors = np.ones((n_layers, n_models))
     here = first = measure(factors)
     scores = SideScores(here.scores, plain)
-    cost, radius, steps = forwards, FIRST_RADIUS, []
-    moves: Moves = "models"
-    # By task: how much less was recovered than slopes foresaw, over the square of the
-    # radius, as it grows where slopes change along the step.
-    bend = np.zeros(len(plain))
-    while cost < budget and radius >= LEAST_RADIUS:
-        slopes = here.slopes
-        if moves == "models":
-            slopes = np.broadcast_to(slopes.mean(1, keepdims=True), slopes.shape)
-        reserve = bend * radius**2
-        step = _find_step(objective, factors, scores.choosing, slopes, radius, reserve)
-        # As they will stand in the plan.
-        proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
-        is_still = bool((proposed == factors).all())
-        if is_still and moves == "layers":
-            break
-        if not is_still:
+    cost, steps = forwards, []
+    for moves, least_radius in LEVELS:
+        radius = FIRST_RADIUS
+        # By task: how much less was recovered than slopes foresaw, over the square of
+        # the radius, as it grows where slopes change along the step.
+        bend = np.zeros(len(plain))
+        while cost < budget and radius >= least_radius:
+            slopes = here.slopes
+            if moves == "models":
+                slopes = np.broadcast_to(slopes.mean(1, keepdims=True), slopes.shape)
+            reserve = bend * radius**2
+            step = _find_step(
+                objective, factors, scores.choosing, slopes, radius, reserve
+            )
+            # As they will stand in the plan.
+            proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
+            if (proposed == factors).all():
+                break
             found = score(proposed)
             cost += 1
             foreseen = objective.foresee(scores.choosing, slopes, proposed - factors)
@@ -190,19 +191,17 @@ def choose_factors(
                 found, scores, moves=moves, radius=radius, forwards=cost
             )
             steps.append(report)
-        is_taken = not is_still and report.taken
-        if is_taken:
+            if not report.taken:
+                radius /= 2
+                continue
             factors, scores = proposed, found
             radius = min(1.0, 1.5 * radius)
             if cost + forwards >= budget:
-                break
+                return Choice(factors, first.slopes, scores, tuple(steps))
             here = measure(factors)
             cost += forwards
-        else:
-            radius /= 2
-        if moves == "models" and (is_taken or is_still or radius < LEAST_MODEL_RADIUS):
-            moves, radius = "layers", FIRST_RADIUS
-            bend = np.zeros(len(plain))
+            if moves == "models":
+                break
     return Choice(factors, first.slopes, scores, tuple(steps))
 
 
