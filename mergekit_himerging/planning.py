@@ -5,7 +5,7 @@ other commands see.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,17 +127,13 @@ def describe_planner(
     options = planner.options
     if is_ours:
         warn_of_rounding(tensors, config.dtype, options)
-    resolved: dict[Any, Sequence[PlannedTensor]] = {}
+    cuts: dict[Hashable, Mapping[tuple[str, str], float]] = {}
 
     def resolve(plan: Plan | None) -> Sequence[PlannedTensor]:
         if not is_ours:
             return tensors
-        changes = [t for t in plan.treatments if t.action != "keep"] if plan else []
-        key = tuple(changes)
-        if key not in resolved:  # a wide scope reads every tensor twice
-            treated = apply_plan(tensors, plan)
-            resolved[key] = apply_scope(treated, settings["scope"], options)
-        return resolved[key]
+        treated = apply_plan(tensors, plan)
+        return apply_scope(treated, settings["scope"], options, cuts)
 
     return PlannedMerge(
         config=config,

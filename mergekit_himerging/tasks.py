@@ -134,7 +134,10 @@ def apply_plan(
 
 
 def apply_scope(
-    tensors: Sequence[PlannedTensor], scope: str, options: MergeOptions
+    tensors: Sequence[PlannedTensor],
+    scope: str,
+    options: MergeOptions,
+    known: dict[Hashable, Mapping[tuple[str, str], float]],
 ) -> list[PlannedTensor]:
     """Rank the deltas over a layer or the whole model, where the recipe asks for it.
 
@@ -144,6 +147,8 @@ def apply_scope(
             as a whole, and the tensors outside the blocks each on its own; ``model``
             ranks everything together.
         options: MergeKit's, for the device.
+        known: cuts that were found before, by densities; extended. To find them, every
+            tensor is read twice.
 
     Returns:
         The tensors with their cuts.
@@ -161,18 +166,21 @@ def apply_scope(
     }
     if not by_name:
         return list(tensors)
-    LOG.info("ranking %d tensors by %s, in two reads", len(by_name), scope)
-    cuts = find_scope_cuts(
-        [
-            Request(
-                tensor=name,
-                scope=(tensor.module, tensor.layer) if scope == "layer" else scope,
-                densities=_densities(tensor),
-            )
-            for name, tensor in by_name.items()
-        ],
-        lambda name: read_deltas(by_name[name], options),
-    )
+    requests = [
+        Request(
+            tensor=name,
+            scope=(tensor.module, tensor.layer) if scope == "layer" else scope,
+            densities=_densities(tensor),
+        )
+        for name, tensor in by_name.items()
+    ]
+    asked = tuple((r.tensor, r.scope, *r.densities.items()) for r in requests)
+    if asked not in known:
+        LOG.info("ranking %d tensors by %s, in two reads", len(by_name), scope)
+        known[asked] = find_scope_cuts(
+            requests, lambda name: read_deltas(by_name[name], options)
+        )
+    cuts = known[asked]
     return [
         tensor.with_values(
             {
