@@ -24,7 +24,7 @@ from mergekit_himerging.analysis.differences import SIGNS, count_forwards, plan_
 from mergekit_himerging.analysis.gradients import take_norms
 from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
-from mergekit_himerging.analysis.measured import EXACT_MEASUREMENTS, pick_way
+from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS, split_tasks
@@ -105,18 +105,22 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     if way == "measured":
         way = merge.settings["measure"]
     turns = split_tasks(tasks, replay, memory) if way == "first_order" else ()
-    n_steps = 0
+    n_measurements, n_steps = 0, 0
     if way != "rules":
-        n_steps = pick_way(
-            way,
-            n_layers=len(replay.blocks),
-            n_models=len(tasks),
-            in_turns=len(turns) > 1,
-        ).n_steps
+        n_measurements, n_steps = pick_way(way, tasks, replay, memory).count_most(
+            sum(len(task.choosing.batches) for task in tasks),
+            sum(len(task.accepting.batches) for task in tasks),
+        )
     passes = [
         chunk
         for jobs in [
-            *_list_passes(tasks, way, turns=turns, n_steps=n_steps),
+            *_list_passes(
+                tasks,
+                way,
+                turns=turns,
+                n_measurements=n_measurements,
+                n_steps=n_steps,
+            ),
             *(_list_gradient_passes(tasks) if merge.settings["gradients"] else ()),
         ]
         for chunk in split_jobs(jobs, replay, memory)
@@ -138,7 +142,9 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     outer = replay.pick_outer(weights.load_outer("base", ""))
     outer_bytes = _count_bytes(outer)
     per_cell, per_target = _time_calls(every_job[0], replay, variants.base, outer)
-    exact = _count_exact(tasks, replay, memory) if way == "exact" else _Exact()
+    exact = _Exact()
+    if way == "exact":
+        exact = _count_exact(tasks, replay, memory, n_measurements)
     seconds = per_layer * n_layers * (len(passes) + exact.n_reads)
     seconds += exact.n_block_cells * per_cell + exact.n_targets * per_target
     for job, n_calls in zip(every_job, calls, strict=True):
@@ -160,10 +166,14 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     ]
     n_kept = [min(n, memory // 4 // outer_bytes) for n in n_fronts]
     outer_reads = 2 * sum(n_fronts) - sum(n_kept) + exact.n_outer_reads
-    # A wider scope: twice for the plain merge, and twice for the treated one.
-    n_scope, n_outside = {"tensor": (0, 0), "layer": (4, 0), "model": (4, 4)}[
-        merge.settings["scope"]
-    ]
+    # A wider scope: twice for the plain merge, and twice where the rules treat one to
+    # other densities.
+    n_ranked = 4 if way == "rules" else 2
+    n_scope, n_outside = {
+        "tensor": (0, 0),
+        "layer": (n_ranked, 0),
+        "model": (n_ranked, n_ranked),
+    }[merge.settings["scope"]]
     in_layers, outside = _count_stored(plain)
     n_reads = len(passes) + math.ceil(exact.n_reads) + n_scope + 1
 
@@ -343,7 +353,9 @@ class _Exact:
     hidden_bytes: int = 0
 
 
-def _count_exact(tasks: Sequence[TaskData], replay: Replay, memory: int) -> _Exact:
+def _count_exact(
+    tasks: Sequence[TaskData], replay: Replay, memory: int, n_measurements: int
+) -> _Exact:
     """Count what the exact measurements of a choice take, without its steps."""
     n_layers, n_models = len(replay.blocks), len(tasks)
     batches = [batch for task in tasks for batch in task.choosing.batches]
@@ -351,8 +363,8 @@ def _count_exact(tasks: Sequence[TaskData], replay: Replay, memory: int) -> _Exa
     stream_bytes = cells * replay.width * replay.dtype.itemsize
     turns = plan_turns(stream_bytes, memory, n_layers=n_layers, n_models=n_models)
     per_layer = len(SIGNS) * n_models
-    n_calls = EXACT_MEASUREMENTS * count_forwards(n_layers, n_models) * n_layers
-    n_streams = EXACT_MEASUREMENTS * (1 + per_layer * n_layers)
+    n_calls = n_measurements * count_forwards(n_layers, n_models) * n_layers
+    n_streams = n_measurements * (1 + per_layer * n_layers)
     n_layer_reads = sum(n_layers - turn.start for turn in turns)
     return _Exact(
         n_block_calls=n_calls * len(batches),
@@ -361,8 +373,8 @@ def _count_exact(tasks: Sequence[TaskData], replay: Replay, memory: int) -> _Exa
         n_positions=per_layer
         * len(turns[0])
         * max(batch.n_targets for batch in batches),
-        n_reads=EXACT_MEASUREMENTS * n_layer_reads / n_layers,
-        n_outer_reads=EXACT_MEASUREMENTS,
+        n_reads=n_measurements * n_layer_reads / n_layers,
+        n_outer_reads=n_measurements,
         hidden_bytes=(1 + per_layer * len(turns[0])) * stream_bytes,
     )
 
@@ -372,14 +384,15 @@ def _list_passes(
     way: Literal["rules", "first_order", "exact"],
     *,
     turns: Sequence[range],
+    n_measurements: int,
     n_steps: int,
 ) -> list[list[Job]]:
     """List the jobs of each pass of one round, as the analysis makes them.
 
     The first are the experts', of tasks that are scored by agreement with them.
 
-    Of treatments chosen by measurement, so many steps, each measured anew: a pass
-    there, one back that costs the rest of `FORWARDS`, and one for the step; where the
+    Of treatments chosen by measurement, so many measurements, each a pass there and one
+    back that costs the rest of `FORWARDS`, and so many steps of one pass; where the
     batches go back in turns, each turn reads the layers twice. Exact measurements are
     counted apart.
     """
@@ -402,7 +415,7 @@ def _list_passes(
         if len(turns) > 1:
             some = [[once[number] for number in turn] for turn in turns]
             back = [jobs for part in some for jobs in (part, part * (FORWARDS - 1))]
-        middle = [once, *back, step] * n_steps
+        middle = [once, *back] * n_measurements + [step] * n_steps
     experts = [
         Job(task.settings.model, batch, "merged")
         for task in tasks

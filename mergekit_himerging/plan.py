@@ -122,8 +122,9 @@ class Plan(Record):
         tasks: what was measured; as all below, for the reader, and absent from a plan
             that was written by hand.
         steps: how treatments that are chosen by measurement were found.
-        gradient_forwards: forward passes over the choosing samples that the tasks'
-            gradients took, besides those of the steps.
+        choice_forwards: forward passes over the choosing samples that measuring slopes
+            and trying steps took; 0 in plans that hold them in their steps alone.
+        gradient_forwards: those that the tasks' gradients took, besides.
         guard: whether the treated merge held on other samples.
         recipe: what was planned, as MergeKit read it, without what only says where to
             write.
@@ -141,12 +142,19 @@ class Plan(Record):
     order: tuple[int, ...] = ()
     tasks: Annotated[tuple[TaskReport, ...], Field(max_length=MAX_MODELS)] = ()
     steps: tuple[StepReport, ...] = ()
+    choice_forwards: Annotated[int, Field(ge=0)] = 0
     gradient_forwards: Annotated[int, Field(ge=0)] = 0
     guard: GuardReport | None = None
     recipe: dict[str, Any] = Field({})
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = Field({})
     inputs: Annotated[dict[Name, str], Field(max_length=MAX_MODELS + 1)] = Field({})
+
+    @property
+    def n_choice_forwards(self) -> int | None:
+        """What choosing by measurement took; None where nothing was so chosen."""
+        last = self.steps[-1].forwards if self.steps else None
+        return self.choice_forwards or last
 
     @model_validator(mode="after")
     def _treatments_fit(self) -> Self:

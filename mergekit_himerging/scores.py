@@ -136,6 +136,7 @@ class StepReport(Record):
         shortfall: what the proposed merge lacks of floors, in recovered gain, summed.
         breaks_floor: whether it misses a floor that was kept, or one by more than
             before.
+        mends_floor: whether it lacks less of the floors than before, on all samples.
     """
 
     moves: Moves = "layers"
@@ -148,6 +149,7 @@ class StepReport(Record):
     forwards: int
     shortfall: FiniteFloat = 0.0
     breaks_floor: bool = False
+    mends_floor: bool = False
 
 
 class WholeScores(Record):
@@ -219,13 +221,14 @@ class TaskReport(WholeScores):
 
 
 class GuardReport(Record):
-    """Whether the treated merge held on the samples that did not choose.
+    """Whether the treated merge held on the samples apart, the judging ones.
 
     Attributes:
         setting: ``keep_better`` may put the plain merge back, ``report`` may not.
         acted: whether the plain merge was put back.
         unit: of the difference: ``gain`` is in shares of each task's gain.
-        difference: treated minus plain, mean over tasks; None without samples.
+        difference: treated minus plain, of what was raised, floors left out: the
+            weighted mean over the tasks or the worst; None without samples.
         reason: one sentence.
     """
 

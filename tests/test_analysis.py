@@ -961,6 +961,14 @@ BAD = {
         "'{zoo}/a' must have two choosing samples or more for a standard error, "
         "got 1; raise samples, or set confidence: 0",
     ),
+    "measured with one sample": (
+        lambda recipe, _: [
+            of_model(recipe).update(samples=1),
+            recipe["parameters"].update(resolve="measured", accept_share=0),
+        ],
+        "'{zoo}/a' must have two samples or more for a standard error, got 1; add rows "
+        "to its calibration data, or raise samples",
+    ),
     "data that the expert is bad at": (
         with_rows(*completions("c")),
         "model '{zoo}/a' must beat the base on its own calibration data to compare "

@@ -1,6 +1,7 @@
 """Slopes by exact differences: against gradients, and whole merges of transformers."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from mergekit_himerging.analysis.differences import (
     measure_differences,
     plan_turns,
 )
-from mergekit_himerging.analysis.measured import FIRST_RADIUS, TRIES, pick_way
+from mergekit_himerging.analysis.measured import (
+    FIRST_RADIUS,
+    list_courses,
+    pick_way,
+)
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
 from mergekit_himerging.analysis.slopes import measure_slopes
 from mergekit_himerging.estimate import estimate_cost
@@ -197,13 +202,16 @@ def test_turns_hold_as_many_layers_as_fit(memory, turns):
 
 
 def test_two_measurements_and_their_steps_fit_the_budget():
-    way = pick_way("exact", n_layers=30, n_models=2)
+    replay = SimpleNamespace(blocks=[None] * 30)
+    way = pick_way("exact", [None] * 2, replay, memory=0)
     assert way.measure is measure_differences
     assert way.forwards == 63
-    # The radius is halved until it falls below 0.05; once a step is taken, it grows.
-    assert len([r for r in (0.5, 0.25, 0.125, 0.0625, 0.03) if r >= 0.05]) == TRIES
-    assert FIRST_RADIUS == 0.5
-    assert way.budget >= 63 + 4 + 63 + 4
+    assert way.budget == 63 + 4 + 63 + 4
+    # Never more than two. Six steps until one is taken after all: two of whole models
+    # and four of layers, down to a sixteenth; it grows to 0.09, which allows one more.
+    courses = list_courses(way.forwards, way.budget)
+    assert {n for n, _ in courses} == {1, 2}
+    assert max(steps for n, steps in courses if n == 2) == 7
     assert 0 < STEP <= FIRST_RADIUS
 
 
@@ -252,8 +260,8 @@ def test_estimate_counts_the_forwards_of_exact_measurements(school, tmp_path):
     choosing = sum(len(task.choosing.batches) for task in tasks)
     accepting = sum(len(task.accepting.batches) for task in tasks)
     cost = estimate_cost(merge)
-    whole_models, n_steps = 3, 2 * 4  # base, single and merge
+    whole_models, n_steps = 3, 7  # base, single and merge
     expected = 2 * 9 * choosing + (n_steps + whole_models) * (choosing + accepting)
     assert cost.n_block_calls == 3 * expected
-    # Whole models, two measurements, eight steps, the merge itself.
-    assert cost.n_passes == 1 + 2 + 8 + 1
+    # Whole models, two measurements, seven steps, the merge itself.
+    assert cost.n_passes == 1 + 2 + n_steps + 1

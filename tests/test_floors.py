@@ -20,10 +20,11 @@ from test_analysis import (
 from test_measured import plan_of
 from test_recipe import problems_of
 from test_run import AIMS, WHOLES, make_settings, whole
+from test_run import judge as judge_wholes
 
-from mergekit_himerging.analysis import judging
-from mergekit_himerging.analysis.judging import describe_whole
+from mergekit_himerging.analysis.judging import describe_whole, judge, make_proof
 from mergekit_himerging.analysis.measured import BUDGET
+from mergekit_himerging.analysis.proof import SideScores
 from mergekit_himerging.analysis.session import _find_protection, make_plan
 from mergekit_himerging.api import export
 from mergekit_himerging.parameters import RecipeError
@@ -393,23 +394,18 @@ def test_export_holds_the_weights_and_asks_for_no_floor(school, tmp_path):
 # The guard
 
 
-def judge(treated, **aims):
+def judge_means(treated, **aims):
     """Judge merges of tasks that gain 4 and 0.5, see `WHOLES`."""
-    settings = {m: dataclasses.replace(AIMS[m], **aims.get(m, {})) for m in AIMS}
-    return judging.judge(
-        WHOLES,
-        {m: np.full(2, mean) for m, mean in treated.items()},
-        {"a": 4.0, "b": 0.5},
-        make_settings(),
-        settings,
-    )
+    aims = {m: dataclasses.replace(AIMS[m], **aims.get(m, {})) for m in AIMS}
+    after = {m: np.full(2, mean) for m, mean in treated.items()}
+    return judge_wholes(WHOLES, after, make_settings(), aims=aims)
 
 
 def test_guard_puts_back_what_breaks_a_floor_however_much_it_wins():
     treated = {"a": -1.0, "b": 0.45}
-    assert not judge(treated).acted
+    assert not judge_means(treated).acted
     # `b` stands at 0.5 of its gain, and falls to 0.4.
-    report = judge(treated, b={"floor": 0.5})
+    report = judge_means(treated, b={"floor": 0.5})
     assert report.acted
     assert report.difference == pytest.approx((1 / 4 - 0.05 / 0.5) / 2)
     assert report.reason == (
@@ -417,31 +413,54 @@ def test_guard_puts_back_what_breaks_a_floor_however_much_it_wins():
         "is better by 0.075 of the gain on samples that did not choose, so the plain "
         "merge is put back"
     )
-    assert not judge(treated, b={"floor": 0.4}).acted
+    assert not judge_means(treated, b={"floor": 0.4}).acted
 
 
 def test_guard_keeps_what_mends_a_floor_though_it_is_worse():
     treated = {"a": -4.0, "b": 0.6}
-    assert judge(treated).acted
-    report = judge(treated, b={"floor": 0.7})
+    assert judge_means(treated).acted
+    report = judge_means(treated, b={"floor": 0.7})
     assert not report.acted
     assert "misses the floor of 'b' by 0.2 less than the plain one" in report.reason
 
 
+def test_guard_keeps_what_mends_a_floor_on_all_samples_though_these_kept_it():
+    """As the climb does: else what the recipe asks for would be undone."""
+    aims = {**AIMS, "b": dataclasses.replace(AIMS["b"], floor=0.4)}
+    missed = {"a": WHOLES["a"], "b": whole([0.25] * 2, [0.75] * 2, [0.3] * 2)}
+    kept = {"a": WHOLES["a"], "b": whole([0.25] * 2, [0.75] * 2, [0.5] * 2)}
+    settings = dataclasses.replace(make_settings(), resolve="measured")
+    proof = make_proof(missed, kept, settings, aims)
+    plain = SideScores(*([side[m].merged for m in "ab"] for side in (missed, kept)))
+    # The first task pays: -0.25 of its gain for 0.2 more of the other's.
+    side = [np.full(2, -3.0), np.full(2, 0.6)]
+    report = judge(proof, plain, SideScores(side, side), ["a", "b"], settings)
+    assert report.difference == pytest.approx((-0.25 + 0.2) / 2)
+    assert not report.acted
+    assert report.reason.endswith(
+        "though they proved the steps, but mends a floor on all samples, so the "
+        "treated merge is kept"
+    )
+    # Without the floor it is put back.
+    proof = make_proof(missed, kept, settings, AIMS)
+    assert judge(proof, plain, SideScores(side, side), ["a", "b"], settings).acted
+
+
 def test_guard_weighs_tasks_as_the_choice_does():
     treated = {"a": -3.0, "b": 0.6}  # -0.25 and +0.2 of the gains
-    assert judge(treated).acted
-    report = judge(treated, b={"task_weight": 3.0})
+    assert judge_means(treated).acted
+    report = judge_means(treated, b={"task_weight": 3.0})
     assert report.difference == pytest.approx((-0.25 + 3 * 0.2) / 4)
     assert not report.acted
-    assert judge(treated, b={"task_weight": 0.0}).difference == pytest.approx(-0.25)
+    assert judge_means(treated, b={"task_weight": 0.0}).difference == pytest.approx(
+        -0.25
+    )
 
 
 def test_guard_judges_by_the_worst_task_where_that_was_raised():
     settings = dataclasses.replace(make_settings(), objective="worst")
     treated = {"a": np.full(2, -2.5), "b": np.full(2, 0.6)}
-    gains = {"a": 4.0, "b": 0.5}
-    report = judging.judge(WHOLES, treated, gains, settings, AIMS)
+    report = judge_wholes(WHOLES, treated, settings)
     # Recovered 0.75 and 0.5 before, 0.625 and 0.7 after.
     assert report.difference == pytest.approx(0.125)
 

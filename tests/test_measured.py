@@ -15,8 +15,15 @@ from test_analysis import ROWS, Bench, encode, make_analysis, save_school, write
 from test_analysis import make_tokenizer as make_letters
 from test_recipe import WITH_DATA, problems_of
 
+from mergekit_himerging import tasks as planned_tasks
 from mergekit_himerging.analysis import session
-from mergekit_himerging.analysis.measured import BUDGET, MAX_FACTOR, choose_factors
+from mergekit_himerging.analysis.measured import (
+    BUDGET,
+    MAX_FACTOR,
+    Way,
+    choose_factors,
+    list_courses,
+)
 from mergekit_himerging.analysis.objective import Objective
 from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.session import make_plan, make_replay, read_data
@@ -30,6 +37,7 @@ from mergekit_himerging.analysis.slopes import (
 from mergekit_himerging.estimate import estimate_cost
 from mergekit_himerging.plan import read_plan
 from mergekit_himerging.planning import plan_recipe
+from mergekit_himerging.scope import find_scope_cuts
 from mergekit_himerging.views.markdown import write_report
 from mergekit_himerging.views.plot import draw_plan
 from mergekit_himerging.views.table import plan_as_json, render_plan
@@ -97,14 +105,18 @@ def test_slopes_equal_differences_of_whole_merges(school, tmp_path, experts):
         assert sorted(scores) == pytest.approx(sorted(brute), abs=1e-5)
 
 
-def test_slopes_of_accuracy_are_those_of_the_right_option_among_all(school, tmp_path):
+def make_choices(school, tmp_path):
+    """Make a recipe of two choice tasks, and what scores them smoothly."""
     recipe = make_analysis(school, tmp_path, "a", "b", of_model={"metric": "accuracy"})
-    recipe["parameters"] = {}
     texts = {}
     for item, name in zip(recipe["models"], "ab", strict=True):
-        others = [completion for _, completion in ROWS["c"]]
+        others = [completion for _, completion in ROWS["b"]]
         rows = [
-            {"prompt": p + "?", "choices": [c, *others[:2]], "answer": 0}
+            {
+                "prompt": p,
+                "choices": [c, *[other for other in others if other != c][:2]],
+                "answer": 0,
+            }
             for p, c in ROWS[name]
         ]
         item["parameters"]["calibration"] = write_rows(tmp_path, name, rows)
@@ -122,9 +134,35 @@ def test_slopes_of_accuracy_are_those_of_the_right_option_among_all(school, tmp_
             values.append(means[0] - np.log(np.exp(means).sum()))
         return float(np.mean(values))
 
+    return recipe, bench, score
+
+
+def test_slopes_of_accuracy_are_those_of_the_right_option_among_all(school, tmp_path):
+    recipe, bench, score = make_choices(school, tmp_path)
+    recipe["parameters"] = {}
     found = slopes_of(recipe)
     assert np.allclose(found.slopes, differences(bench, score), atol=2e-3)
     assert all(set(scores) <= {0.0, 1.0} for scores in found.scores)
+
+
+@pytest.mark.parametrize("measure", ["first_order", "exact"])
+def test_slopes_of_accuracy_are_chosen_by_in_its_own_unit(school, tmp_path, measure):
+    """Beside a task scored by loss, a nat of one is no share of right answers."""
+    recipe, bench, score = make_choices(school, tmp_path)
+    recipe["parameters"] = {"resolve": "measured", "accept_share": 0}
+    recipe["parameters"]["measure"] = measure
+    plan = make_plan(plan_of(recipe))
+    slopes = differences(bench, score)
+    for number, task in enumerate(plan.tasks):
+        name = "ab"[number]
+        gain = task.score_single - task.score_base
+        smooth_gain = score(bench.tuned[name], name) - score(bench.base, name)
+        assert gain > 0.2
+        assert abs(gain / smooth_gain - 1) > 0.2
+        found = np.array([slope.slope for slope in task.slopes]).reshape(-1, 2)
+        expected = slopes[number] * gain / smooth_gain
+        atol = 2e-3 if measure == "first_order" else 0.05
+        assert np.allclose(found, expected, atol=atol)
 
 
 @pytest.mark.parametrize("accept_share", [0, 0.5])
@@ -287,6 +325,148 @@ def test_step_that_mends_a_floor_may_be_worse_apart():
     assert len(set(shortfalls)) == len(shortfalls)
 
 
+class Pair:
+    """Two tasks over two factors: the first rises with both, the second falls with one.
+
+    The second stands at 0 where the factors are 1, on either side's samples a little
+    off that.
+    """
+
+    def __init__(self, choosing, accepting):
+        self.offsets = (choosing, accepting)
+
+    def sides(self, factors):
+        first, second = factors[0]
+        return [
+            [np.full(3, first + second - 2), np.full(3, 1 - first + offset)]
+            for offset in self.offsets
+        ]
+
+    def score(self, factors):
+        return SideScores(*self.sides(factors))
+
+    def measure(self, factors):
+        slopes = np.array([[[1.0, 1.0]], [[-1.0, 0.0]]])
+        return Slopes(self.sides(factors)[0], slopes)
+
+    def climb(self, floor):
+        """Climb with the first task three times as heavy and a floor of the second."""
+        more = ([1.0, 1.0], [3.0, 1.0], [None, floor])
+        side = Objective("mean", [np.zeros(3)] * 2, *more)
+        return choose_factors(
+            Proof(side, Objective("mean", [np.zeros(6)] * 2, *more), side),
+            self.measure,
+            self.score,
+            plain=self.sides(np.ones((1, 2)))[1],
+            n_layers=1,
+            n_models=2,
+            forwards=FORWARDS,
+            budget=BUDGET,
+        )
+
+
+def test_floor_that_the_choosing_samples_alone_miss_stops_no_step():
+    """Mending it there wins nothing on all samples, by which steps are proved."""
+    choice = Pair(choosing=-0.01, accepting=0.05).climb(floor=0.0)
+    assert choice.steps[0].taken
+    # It gets no worse there, and the other factor rises.
+    assert choice.factors.tolist() == [[1.0, 2.0]]
+
+
+def test_floor_that_all_samples_together_miss_is_mended():
+    """Though the samples that give the slopes keep it."""
+    choice = Pair(choosing=0.01, accepting=-0.3).climb(floor=0.0)
+    first = choice.steps[0]
+    assert (first.taken, first.mends_floor) == (True, True)
+    assert first.objective < -0.05  # paid for by the first task
+    assert choice.factors[0, 0] < 0.8
+
+
+def test_floor_that_is_missed_by_less_than_the_noise_stops_no_step():
+    """It makes a step's error no larger than what the step mends of it."""
+    hill = Hill([[1.6, 1.0]], noise=0.15)
+    assert climb(hill).steps[0].taken
+    choice = climb(hill, least=[-0.3599])  # the plain merge has -0.36
+    first = choice.steps[0]
+    assert (first.taken, first.mends_floor) == (True, True)
+    assert first.improvement == pytest.approx(climb(hill).steps[0].improvement + 0.01)
+
+
+def test_merge_whose_scores_are_not_finite_is_no_step(caplog):
+    class Overflow(Hill):
+        def score(self, factors):
+            found = super().score(factors)
+            if np.abs(factors - 1).max() > 0.3:
+                found.choosing[0][1] = -np.inf
+            return found
+
+    hill = Overflow([[1.6, 1.0]])
+    choice = climb(hill)
+    assert choice.steps[0].radius == 0.25
+    assert choice.steps[0].taken
+    assert choice.steps[-1].forwards < choice.forwards == hill.cost <= BUDGET
+    assert "scores that are not finite, so it is not taken" in caplog.text
+    # The later steps lead there too: the nearest that does not is kept.
+    assert choice.factors[0, 0] == 1.25
+
+
+def walk(taken, forwards, budget):
+    """Count measurements and steps of a climb that is told which steps to take."""
+    counts = [0, 0]
+
+    class Told(Proof):
+        def report_step(self, *scores, **facts):
+            n = counts[1] - 1
+            report = Proof.report_step(self, *scores, **facts)
+            return report.model_copy(update={"taken": n in taken})
+
+    def measure(factors):
+        counts[0] += 1
+        return Slopes([np.zeros(2)], (1.01 - factors)[None])  # never flat
+
+    def score(factors):
+        counts[1] += 1
+        return SideScores([np.zeros(2)], [np.zeros(2)])
+
+    side = Objective("mean", [np.zeros(2)], [1.0])
+    choose_factors(
+        Told(side, Objective("mean", [np.zeros(4)], [1.0]), side),
+        measure,
+        score,
+        plain=[np.zeros(2)],
+        n_layers=1,
+        n_models=2,
+        forwards=forwards,
+        budget=budget,
+    )
+    return tuple(counts)
+
+
+def walk_all(forwards, budget):
+    """Walk every climb there is."""
+    walked, todo = set(), [()]
+    while todo:  # every set of steps, by the last that is taken
+        taken = todo.pop()
+        counts = walk(taken, forwards, budget)
+        walked.add(counts)
+        todo += [(*taken, n) for n in range(max(taken, default=-1) + 1, counts[1])]
+    return walked
+
+
+@pytest.mark.parametrize(
+    ("forwards", "budget"), [(FORWARDS, BUDGET), (FORWARDS + 1, BUDGET), (9, 26)]
+)
+def test_courses_are_all_that_proofs_may_lead_a_climb_on(forwards, budget):
+    walked = walk_all(forwards, budget)
+    assert len(walked) > 3
+    assert walked <= list_courses(forwards, budget)
+    way = Way(measure_slopes, forwards, budget)
+    for sides in ((3, 3), (1, 0), (2, 40)):
+        costs = {m * forwards * sides[0] + n * sum(sides): (m, n) for m, n in walked}
+        found = way.count_most(*sides)
+        assert costs[max(costs)] == found
+
+
 def test_whole_models_are_moved_before_their_layers():
     choice = climb(Hill([[1.7, 0.8], [1.5, 0.6], [1.6, 0.7]]))
     moves = [step.moves for step in choice.steps]
@@ -309,7 +489,7 @@ def test_steps_go_up_within_the_budget_and_leave_flat_layers_alone():
     assert np.abs(choice.factors - hill.peak).max() < 0.2
     values = [step.objective for step in choice.steps if step.taken]
     assert values == sorted(values)
-    assert choice.steps[-1].forwards == hill.cost
+    assert choice.steps[-1].forwards == choice.forwards == hill.cost
 
 
 def test_factors_keep_within_their_bounds():
@@ -459,9 +639,10 @@ def test_turns_are_counted_in_the_cost_of_every_step(school, tmp_path, monkeypat
     assert plan.steps[0].objective == pytest.approx(at_once.steps[0].objective)
     assert plan.steps[-1].forwards <= BUDGET
     n_apart = sum(len(task.accepting.batches) for task in tasks)
-    # Four measurements and steps of 6 forwards, and three whole models; of 3 blocks.
-    expected = 4 * (6 * len(cells) + n_apart) + 3 * (len(cells) + n_apart)
-    assert cost.n_block_calls == 3 * expected
+    # The costliest climb, and three whole models; of 3 blocks.
+    walked = walk_all(FORWARDS + 1, BUDGET)
+    most = max((m * 5 + n) * len(cells) + n * n_apart for m, n in walked)
+    assert cost.n_block_calls == 3 * (most + 3 * (len(cells) + n_apart))
 
 
 def test_too_little_memory_says_how_much_is_needed(school, tmp_path):
@@ -488,7 +669,37 @@ def test_estimate_counts_the_forwards_that_measuring_may_take(school, tmp_path):
     accepting = sum(len(task.accepting.batches) for task in tasks)
     cost = estimate_cost(merge)
     whole_models = 3  # base, single and merge
-    n_steps = BUDGET // (FORWARDS + 1)
-    expected = BUDGET * choosing + n_steps * accepting
-    expected += whole_models * (choosing + accepting)
+    walked = walk_all(FORWARDS, BUDGET)
+    most = max((m * FORWARDS + n) * choosing + n * accepting for m, n in walked)
+    expected = most + whole_models * (choosing + accepting)
     assert cost.n_block_calls == 3 * expected
+
+
+def test_wide_scope_reads_the_tensors_once_for_all_factors(
+    school, tmp_path, monkeypatch
+):
+    asked = []
+
+    def find(*arguments):
+        asked.append(arguments)
+        return find_scope_cuts(*arguments)
+
+    monkeypatch.setattr(planned_tasks, "find_scope_cuts", find)
+    recipe = make_analysis(
+        school,
+        tmp_path,
+        "a",
+        "b",
+        of_model={"weight": 0.3, "density": 0.5},
+        resolve="measured",
+        scope="layer",
+    )
+    del recipe["parameters"]["plan_out"]
+    merge = plan_of(recipe)
+    plan = make_plan(merge)
+    assert any(step.taken for step in plan.steps)
+    merge.resolve(plan)
+    assert len(asked) == 1
+    treatment = plan.treatments[0].model_copy(update={"density_factor": 0.5})
+    merge.resolve(plan.model_copy(update={"treatments": (treatment,)}))
+    assert len(asked) == 2

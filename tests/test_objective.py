@@ -15,8 +15,6 @@ from mergekit_himerging.analysis.slopes import FORWARDS, Slopes
 
 ZEROS = [np.zeros(2), np.zeros(2)]
 
-NONE = np.zeros(2)
-
 
 def at(*means):
     """Scores of two samples each, around these means."""
@@ -85,11 +83,15 @@ def test_standard_error_is_that_of_weighted_paired_differences():
     second = statistics.variance([0.25 * d / 2 for d in (-0.5, 1.0)]) / 2
     expected = math.sqrt(first + second)
     assert objective.difference_se(one, other) == pytest.approx(expected)
-    # A floor above one of the two merges makes its task's noise count as it does.
-    floored = Objective("mean", base, [1.0, 2.0], [3.0, 1.0], [2.0, None])
-    first = statistics.variance([(0.75 + PENALTY) * d for d in (0.5, 1.0, 2.0)]) / 3
-    expected = math.sqrt(first + second)
-    assert floored.difference_se(one, other) == pytest.approx(expected)
+    # With a floor between the two, 7/6 and 7/3, or above or below both, noise counts
+    # with the part of the way that lies below it: half of it, all, none.
+    for least, below in ((1.75, 0.5), (2.5, 1.0), (1.0, 0.0)):
+        floored = Objective("mean", base, [1.0, 2.0], [3.0, 1.0], [least, None])
+        counts = 0.75 + PENALTY * below
+        first = statistics.variance([counts * d for d in (0.5, 1.0, 2.0)]) / 3
+        expected = math.sqrt(first + second)
+        assert floored.difference_se(one, other) == pytest.approx(expected)
+        assert floored.difference_se(other, one) == pytest.approx(expected)
 
 
 def test_step_is_bent_to_the_nearest_that_keeps_a_floor():
@@ -97,16 +99,20 @@ def test_step_is_bent_to_the_nearest_that_keeps_a_floor():
     slopes = np.array([[[2.0, 0.0]], [[-9.0, 9.0]]])
     step = np.array([[-0.5, 0.5]])
     # Recovered gain rises by the first factor, and 0.1 above the floor may be lost.
-    bent = objective.bend_step(step, slopes, at(1.0, 0.0), NONE)
+    room = objective.room(at(1.0, 0.0))
+    assert room == pytest.approx([0.1, math.inf])
+    bent = objective.bend_step(step, slopes, room)
     assert bent == pytest.approx(np.array([[-0.1, 0.5]]))
     # Of which 0.04 is to be left.
-    bent = objective.bend_step(step, slopes, at(1.0, 0.0), np.array([0.04, 9.0]))
+    bent = objective.bend_step(step, slopes, room - np.array([0.04, 9.0]))
     assert bent == pytest.approx(np.array([[-0.06, 0.5]]))
-    # Missed already: it must not get worse.
-    bent = objective.bend_step(step, slopes, at(0.5, 0.0), NONE)
+    # No room: it must not get worse; less than none: it must get better.
+    bent = objective.bend_step(step, slopes, np.array([0.0, math.inf]))
     assert bent == pytest.approx(np.array([[0.0, 0.5]]))
+    bent = objective.bend_step(step, slopes, np.array([-0.2, math.inf]))
+    assert bent == pytest.approx(np.array([[0.2, 0.5]]))
     allowed = np.array([[-0.05, -0.5]])
-    assert (objective.bend_step(allowed, slopes, at(1.0, 0.0), NONE) == allowed).all()
+    assert (objective.bend_step(allowed, slopes, room) == allowed).all()
 
 
 NUMBERS = st.lists(st.floats(-1, 1), min_size=6, max_size=6)
@@ -120,7 +126,7 @@ def test_bent_step_keeps_two_floors_as_far_as_slopes_tell(one, other, step, a, b
     slopes = np.array([one, other]).reshape(2, 3, 2)
     slopes[0, 0, 0], slopes[1, 0, 0] = 2.0, 2.0
     step = np.array(step).reshape(3, 2)
-    bent = objective.bend_step(step, slopes, at(1.0 + a, 1.0 + b), NONE)
+    bent = objective.bend_step(step, slopes, np.array([a, max(0.0, b)]))
     for rise, room in zip(slopes, (a, max(0.0, b)), strict=True):
         assert room + float((rise * bent).sum()) > -1e-3
 

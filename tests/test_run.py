@@ -1,5 +1,6 @@
 """What is decided from scores: rounds, the guard, and what is reported of both."""
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from test_analysis import (
 from mergekit_himerging.analysis import judging
 from mergekit_himerging.analysis.contribution import Decision, Resolution, Rules
 from mergekit_himerging.analysis.judging import Whole, describe_whole, mean_score
+from mergekit_himerging.analysis.proof import SideScores
 from mergekit_himerging.analysis.run import _put_back, treat_decisions
 from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.plan import Treatment, read_plan
@@ -66,14 +68,19 @@ WHOLES = {
 AIMS = {model: TaskSettings(model, "data.jsonl", "loss", 2) for model in "ab"}
 
 
-def judge(wholes, treated, settings):
-    """Judge with the gains of the same samples, as if they had chosen too."""
-    gains = {
-        m: float(np.mean(w.single - w.base)) for m, w in wholes.items() if len(w.base)
-    }
-    if settings.rules.compare == "raw":
-        gains = dict.fromkeys(gains, 1.0)
-    return judging.judge(wholes, treated, gains, settings, AIMS)
+def judge(wholes, treated, settings, *, aims=AIMS, choosing=None):
+    """Judge as if samples like these had chosen, or others that the merge leaves."""
+    first = choosing or wholes
+    proof = judging.make_proof(first, wholes, settings, aims)
+    plain = [[w.merged for w in side.values()] for side in (first, wholes)]
+    after = [treated[model] for model in wholes]
+    return judging.judge(
+        proof,
+        SideScores(*plain),
+        SideScores(plain[0] if choosing else after, after),
+        list(wholes),
+        settings,
+    )
 
 
 def test_guard_weighs_tasks_by_their_gains():
@@ -124,6 +131,7 @@ def test_guard_without_samples_says_so():
         {**WHOLES, "b": none},
         {"a": np.array([-9.0, -9.0]), "b": np.array([])},
         make_settings(),
+        choosing=WHOLES,
     )
     assert (report.acted, report.difference) == (False, None)
     assert report.reason == (
@@ -131,14 +139,23 @@ def test_guard_without_samples_says_so():
     )
 
 
-def test_guard_divides_by_the_gains_of_the_samples_that_chose():
-    """On the few other samples a gain may vanish, and a share of it means nothing."""
-    wholes = {**WHOLES, "b": whole([0.5], [0.25], [0.25])}
+@pytest.mark.parametrize(("single", "gain"), [(0.25, 0.25), (-1.0, 0.5)])
+def test_guard_divides_by_the_gains_on_all_samples(single, gain):
+    """On few samples a gain may vanish; where it does on all, those that chose tell."""
+    wholes = {**WHOLES, "b": whole([0.5], [single], [0.25])}
     treated = {"a": np.array([-2.0, -1.0]), "b": np.array([0.0])}
-    gains = {"a": 4.0, "b": 0.5}
-    report = judging.judge(wholes, treated, gains, make_settings(), AIMS)
-    assert report.difference == pytest.approx((0.5 / 4.0 - 0.25 / 0.5) / 2)
+    report = judge(wholes, treated, make_settings(), choosing=WHOLES)
+    assert report.difference == pytest.approx((0.5 / 4.0 - 0.25 / gain) / 2)
     assert report.unit == "gain"
+
+
+def test_guard_says_so_where_its_samples_proved_the_steps():
+    treated = {"a": np.array([-4.0, -2.0]), "b": np.array([0.75, 0.75])}
+    settings = dataclasses.replace(make_settings(), resolve="measured")
+    assert judge(WHOLES, treated, settings).reason == (
+        "the treated merge is better by 0.125 of the gain on samples that gave no "
+        "slopes, though they proved the steps, so the treated merge is kept"
+    )
 
 
 def test_gain_of_one_is_a_gain():

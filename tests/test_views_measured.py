@@ -169,7 +169,7 @@ def test_choice_without_steps_says_so():
     plan = make_measured(steps=(), treatments=(), gradient_forwards=0)
     facts = describe_choice(plan, {EN: "a", ZH: "b"})
     assert facts["steps"] == (
-        "none was tried, since no factor that may move changes a score"
+        "none was tried, since no factor that may move raises the objective"
     )
     assert facts["factors"] == "1 everywhere, so this is the plain merge"
     assert "largest factor" not in facts
@@ -221,13 +221,19 @@ def test_steps_are_told_with_their_floors_and_cost():
     )
     taken = make_step(taken=True, forwards=5)
     taken = taken.model_copy(update={"moves": "models", "improvement_apart": -0.05})
-    plan = make_measured(steps=[taken, missed])
+    mending = make_step(taken=True, forwards=11)
+    mending = mending.model_copy(update={"mends_floor": True})
+    plan = make_measured(steps=[taken, missed, mending])
     assert list_steps(plan) == [
         ["1", "models", "0.9000", "+0.1000 ± 0.0100", "-0.0500", "5", "taken"],
         [
             *("2", "layers", "0.9000", "+0.1000 ± 0.0100", "", "10"),
             "not taken, breaks a floor, "
             "floors lack 0.2500, which counts in 'better by'",
+        ],
+        [
+            *("3", "layers", "0.9000", "+0.1000 ± 0.0100", "", "11"),
+            "taken, mends a floor, which counts in 'better by'",
         ],
     ]
 

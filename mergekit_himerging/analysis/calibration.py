@@ -22,6 +22,7 @@ from mergekit_himerging.analysis.samples import (
 __all__ = [
     "Batch",
     "Metric",
+    "NotANumberError",
     "Row",
     "Sample",
     "Teacher",
@@ -41,6 +42,10 @@ FAIR_SHARE = 8
 
 LEAST_FILL = 0.8
 """Share of the longest sequence that the others of a batch have at least."""
+
+
+class NotANumberError(ValueError):
+    """A model gives NaN, as where its weights or states overflow their dtype."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,8 +158,9 @@ def score_samples(
         ``[samples]``, float64, on CPU.
 
     Raises:
-        ValueError: the number of log-probabilities is not that of the targets, one is
-            not a number, or the batches are not those of the samples.
+        NotANumberError: a log-probability is none.
+        ValueError: the number of log-probabilities is not that of the targets, or the
+            batches are not those of the samples.
     """
     owners = [batch.target_sequence for batch in batches]
     sequence = torch.cat(owners) if owners else torch.zeros(0, dtype=torch.int64)
@@ -166,7 +172,7 @@ def score_samples(
         )
     n_nan = int(values.isnan().sum())
     if n_nan:
-        raise ValueError(
+        raise NotANumberError(
             f"log_probabilities must be numbers, got NaN for {n_nan} of "
             f"{len(values)} targets"
         )

@@ -1,19 +1,19 @@
 """Whole models on one set of samples: what merges are ranked by, the guard, reports.
 
-Invariant: differences are in shares of the gains on the choosing samples, which are
-known to be positive, or in scores where the recipe says so; the guard compares by the
-objective that chose.
+Invariant: differences are in shares of the gains on all samples, or in scores where the
+recipe says so; the guard compares by the objective that chose, in the same shares as a
+step is proved by.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mergekit_himerging.analysis.contribution import FloatArray, recovered_gain
 from mergekit_himerging.analysis.objective import Objective
-from mergekit_himerging.analysis.proof import Proof
+from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.recipe import TaskSettings
 from mergekit_himerging.scores import GuardReport, WholeScores
@@ -102,10 +102,11 @@ def make_proof(
     settings: AnalysisSettings,
     aims: Mapping[str, TaskSettings],
 ) -> Proof:
-    """Make what steps are proved by: on either side's samples, and on all of them.
+    """Make what merges are proved by: on either side's samples, and on all of them.
 
-    The choosing samples' gains are known to be positive; those on all samples serve
-    where they are, so that the objective is the recovered gain on these.
+    Shares are of the gains on all samples, so that the objective is the recovered gain
+    on these; where they vanish, of those on the choosing samples, which are known to be
+    positive, as the objective on these always is.
     """
     together = {
         model: Whole(
@@ -152,19 +153,25 @@ def mean_score(
 
 
 def judge(
-    accepting: Mapping[str, Whole],
-    treated: Mapping[str, FloatArray],
-    gains: Mapping[str, float],
+    proof: Proof,
+    plain: SideScores,
+    treated: SideScores,
+    models: Sequence[str],
     settings: AnalysisSettings,
-    aims: Mapping[str, TaskSettings],
 ) -> GuardReport:
-    """Compare the treated merge with the plain one on samples that did not choose.
+    """Compare the treated merge with the plain one on the accepting samples.
 
-    By the objective that chose: floors first, then weighted tasks. Differences are in
-    shares of the gains on the choosing samples, which are known to be positive; those
-    on fewer samples may not be.
+    By the objective that chose: floors first, then weighted tasks. A merge that mends a
+    floor, as all samples together tell, may be worse on these.
+
+    Args:
+        proof: what merges are compared by.
+        plain, treated: scores of the two merges.
+        models: whose task is which.
+        settings: how the merge is analysed.
     """
-    if any(len(whole.merged) == 0 for whole in accepting.values()):
+    objective = proof.accepting
+    if objective is None:
         return GuardReport(
             setting=settings.guard,
             acted=False,
@@ -172,19 +179,18 @@ def judge(
             difference=None,
             reason="no samples were left to judge on: raise samples or accept_share",
         )
-    objective = make_objective(accepting, gains, settings, aims)
-    plain = [whole.merged for whole in accepting.values()]
-    after = [treated[model] for model in accepting]
-    difference = objective.value(after) - objective.value(plain)
-    missed = objective.shortfalls(after) - objective.shortfalls(plain)
-    is_worse = objective.merit(after) < objective.merit(plain)
-    acted = is_worse and settings.guard == "keep_better"
+    before, after = plain.accepting, treated.accepting
+    difference = objective.value(after) - objective.value(before)
+    missed = objective.shortfalls(after) - objective.shortfalls(before)
+    is_worse = objective.merit(after) < objective.merit(before)
+    is_mended = is_worse and proof.mends(treated, plain)
+    acted = is_worse and not is_mended and settings.guard == "keep_better"
     unit = "of the gain" if settings.rules.compare == "gain" else "in score"
     outcome = "plain merge is put back" if acted else "treated merge is kept"
     facts = [
         f"misses the floor of '{model}' by {abs(more):.3g} "
         f"{'more' if more > 0 else 'less'} than the plain one"
-        for model, more in zip(accepting, missed, strict=True)
+        for model, more in zip(models, missed, strict=True)
         if more
     ]
     if difference == 0:
@@ -192,13 +198,18 @@ def judge(
     else:
         better = "better" if difference > 0 else "worse"
         facts.append(f"is {better} by {abs(difference):.3g} {unit}")
+    samples = "samples that did not choose"
+    if settings.resolve == "measured":
+        samples = "samples that gave no slopes, though they proved the steps"
+    if is_mended:
+        samples += ", but mends a floor on all samples"
     return GuardReport(
         setting=settings.guard,
         acted=acted,
         unit=settings.rules.compare,
         difference=difference,
-        reason=f"the treated merge {' and '.join(facts)} on samples that did not "
-        f"choose, so the {outcome}",
+        reason=f"the treated merge {' and '.join(facts)} on {samples}, so the "
+        f"{outcome}",
     )
 
 

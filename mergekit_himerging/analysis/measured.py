@@ -2,10 +2,11 @@
 
 Invariant: a step is taken only where the merge that it leads to, scored exactly, is
 better on all samples by more than its standard error, is no worse on those that gave no
-slopes, and misses no floor that was kept. Whole models come first, then their layers: a
-layer without a slope stays where its model is.
+slopes or mends a floor, and misses no floor that was kept. Whole models come first,
+then their layers: a layer without a slope stays where its model is.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,20 +21,25 @@ from mergekit_himerging.analysis.differences import (
     measure_differences,
 )
 from mergekit_himerging.analysis.graph import Cuts
-from mergekit_himerging.analysis.objective import Objective
 from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.replay import Replay
-from mergekit_himerging.analysis.slopes import FORWARDS, Slopes, measure_slopes
+from mergekit_himerging.analysis.slopes import (
+    FORWARDS,
+    Slopes,
+    measure_slopes,
+    split_tasks,
+)
 from mergekit_himerging.analysis.streams import Progress
 from mergekit_himerging.scores import Moves, StepReport
 from mergekit_himerging.tasks import PlannedTensor
+
+LOG = logging.getLogger(__name__)
 
 BUDGET = 25
 """Forward passes over the choosing samples that a choice by gradients may take."""
 
 EXACT_MEASUREMENTS, TRIES = 2, 4
-"""Exact measurements that a choice may take, and the steps that one may lead to: from
-the first radius to the least."""
+"""Exact measurements that a choice may take, and steps for each of them."""
 
 MAX_FACTOR = 2.0
 """Largest factor on a delta; the least is 0, which drops it."""
@@ -76,34 +82,89 @@ class Way:
         measure: measures the slopes at a merge.
         forwards: forward passes over the choosing samples that one measurement counts
             as: block forwards over layers, and twice that for a pass back.
-        budget: forward passes that a whole choice may take; two measurements and their
-            steps at least.
-        n_steps: steps that the budget allows where it is used up by measurements, each
-            with its steps.
+        budget: forward passes over them that a whole choice may take; two measurements
+            and their steps at least.
     """
 
     measure: MeasureSlopes
     forwards: int
     budget: int
-    n_steps: int
+
+    def count_most(self, n_choosing: int, n_accepting: int) -> tuple[int, int]:
+        """Count the measurements and steps of the choice that costs most.
+
+        Args:
+            n_choosing, n_accepting: what a pass over the samples of either side costs;
+                a measurement runs the choosing ones alone, a step both.
+        """
+
+        def cost(course: tuple[int, int]) -> int:
+            n_measurements, n_steps = course
+            per_step = n_choosing + n_accepting
+            return n_measurements * self.forwards * n_choosing + n_steps * per_step
+
+        return max(list_courses(self.forwards, self.budget), key=cost)
+
+
+def list_courses(forwards: int, budget: int) -> set[tuple[int, int]]:
+    """List how many measurements and steps a choice may take, see ``choose_factors``.
+
+    Args:
+        forwards: that a measurement counts as.
+        budget: of the choice.
+
+    Returns:
+        Measurements and steps of every course that proofs may lead it on.
+    """
+    courses: set[tuple[int, int]] = set()
+    seen = set()
+    todo = [(0, FIRST_RADIUS, 1, 0)]  # level, radius, measurements, steps
+    while todo:
+        state = todo.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        level, radius, n_measurements, n_steps = state
+        left = budget - n_measurements * forwards - n_steps
+        if level == len(LEVELS) or left <= 0:
+            courses.add((n_measurements, n_steps))
+            continue
+        moves, least_radius = LEVELS[level]
+        following = (level + 1, FIRST_RADIUS)
+        todo.append((*following, n_measurements, n_steps))  # too short, or flat
+        if radius < least_radius:
+            continue
+        todo.append((level, radius / 2, n_measurements, n_steps + 1))
+        if left - 1 <= forwards:
+            courses.add((n_measurements, n_steps + 1))
+            continue
+        grown = following if moves == "models" else (level, _grow(radius))
+        todo.append((*grown, n_measurements + 1, n_steps + 1))
+    return courses
+
+
+def _grow(radius: float) -> float:
+    """Return the radius after a step that was taken."""
+    return min(1.0, 1.5 * radius)
 
 
 def pick_way(
-    measure: Measure, *, n_layers: int, n_models: int, in_turns: bool = False
+    measure: Measure, tasks: Sequence[TaskData], replay: Replay, memory: int
 ) -> Way:
-    """Pick a way to measure a merge of so many layers and models.
+    """Pick a way to measure a merge.
 
     Args:
         measure: which.
-        n_layers, n_models: of the merge.
-        in_turns: whether the samples do not fit into memory together.
+        tasks: one for each model.
+        replay: the model to run.
+        memory: bytes that hidden states may take; where the samples do not fit
+            together, a pass back takes a forward pass more.
     """
     if measure == "first_order":
-        forwards = FORWARDS + in_turns
-        return Way(measure_slopes, forwards, BUDGET, BUDGET // (forwards + 1))
-    forwards = count_forwards(n_layers, n_models)
-    budget = EXACT_MEASUREMENTS * (forwards + TRIES)
-    return Way(measure_differences, forwards, budget, EXACT_MEASUREMENTS * TRIES)
+        in_turns = len(split_tasks(tasks, replay, memory)) > 1
+        return Way(measure_slopes, FORWARDS + in_turns, BUDGET)
+    forwards = count_forwards(len(replay.blocks), len(tasks))
+    return Way(measure_differences, forwards, EXACT_MEASUREMENTS * (forwards + TRIES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,12 +176,14 @@ class Choice:
         slopes: ``[tasks, layers, models]``, at the plain merge.
         scores: of the merge with these factors.
         steps: what was tried, in order.
+        forwards: forward passes over the choosing samples that it took.
     """
 
     factors: FloatArray
     slopes: FloatArray
     scores: SideScores
     steps: tuple[StepReport, ...]
+    forwards: int
 
 
 def choose_factors(
@@ -142,16 +205,16 @@ def choose_factors(
     A step that is not proved, or leads past a floor after all, is not taken, and the
     radius is halved; one that is taken lets it grow.
 
-    The first step moves whole models along the slopes' mean over the layers: few
-    numbers, which few samples tell. Along each layer's own slope the same way would
-    take many steps, since the steepest layer alone sets their length. Layers follow
-    once it is taken or too short; more steps of whole models would leave them too
-    little of the budget.
+    Steps of whole models go along the slopes' mean over the layers: few numbers, which
+    few samples tell. Along each layer's own slope the same way would take many steps,
+    since the steepest layer alone sets their length. Layers follow once one is taken or
+    the next too short; more of them would leave the layers too little of the budget.
 
     Args:
         proof: what is raised, and what takes a step.
         measure: factors ``[layers, models]`` -> scores and slopes there.
-        score: factors -> scores; counted as one forward pass.
+        score: factors -> scores; counted as one forward pass. A merge whose scores are
+            not finite is no step.
         plain: the plain merge's scores on the accepting samples, by task.
         n_layers, n_models: of the merge.
         forwards: forward passes that ``measure`` counts as.
@@ -175,15 +238,21 @@ def choose_factors(
             if moves == "models":
                 slopes = np.broadcast_to(slopes.mean(1, keepdims=True), slopes.shape)
             reserve = bend * radius**2
-            step = _find_step(
-                objective, factors, scores.choosing, slopes, radius, reserve
-            )
+            step = _find_step(proof, factors, scores, slopes, radius, reserve)
             # As they will stand in the plan.
             proposed = np.clip(factors + step, 0.0, MAX_FACTOR).round(4)
             if (proposed == factors).all():
                 break
             found = score(proposed)
             cost += 1
+            if not found.are_finite():
+                LOG.warning(
+                    "hi_merging: a step by at most %g leads to scores that are not "
+                    "finite, so it is not taken and a shorter one is tried",
+                    radius,
+                )
+                radius /= 2
+                continue
             foreseen = objective.foresee(scores.choosing, slopes, proposed - factors)
             missing = foreseen - objective.means(found.choosing)
             bend = np.maximum(bend, missing / radius**2)
@@ -195,26 +264,31 @@ def choose_factors(
                 radius /= 2
                 continue
             factors, scores = proposed, found
-            radius = min(1.0, 1.5 * radius)
+            radius = _grow(radius)
             if cost + forwards >= budget:
-                return Choice(factors, first.slopes, scores, tuple(steps))
+                return Choice(factors, first.slopes, scores, tuple(steps), cost)
             here = measure(factors)
             cost += forwards
             if moves == "models":
                 break
-    return Choice(factors, first.slopes, scores, tuple(steps))
+    return Choice(factors, first.slopes, scores, tuple(steps), cost)
 
 
 def _find_step(
-    objective: Objective,
+    proof: Proof,
     factors: FloatArray,
-    scores: Sequence[FloatArray],
+    scores: SideScores,
     slopes: FloatArray,
     radius: float,
     reserve: FloatArray,
 ) -> FloatArray:
-    """Find a step up the slopes, ``[layers, models]``, no entry beyond the radius."""
-    weights = objective.weigh_tasks(scores) + objective.weigh_floors(scores)
+    """Find a step up the slopes, ``[layers, models]``, no entry beyond the radius.
+
+    Floors pull where they are missed on all samples, as steps are proved on these.
+    """
+    objective = proof.choosing
+    weights = objective.weigh_tasks(scores.choosing)
+    weights = weights + proof.together.weigh_floors(scores.together())
     direction = np.tensordot(weights, slopes, axes=1)
     blocked = ((factors <= 0) & (direction < 0)) | (
         (factors >= MAX_FACTOR) & (direction > 0)
@@ -224,6 +298,6 @@ def _find_step(
         return np.zeros_like(direction)
     step = radius * direction / np.abs(direction).max()
     free = np.where(blocked, 0.0, slopes)
-    step = objective.bend_step(step, free, scores, reserve)
+    step = objective.bend_step(step, free, proof.room(scores) - reserve)
     bent: FloatArray = step * min(1.0, radius / max(np.abs(step).max(), radius))
     return bent

@@ -62,13 +62,7 @@ class Objective:
 
     def shortfalls(self, scores: Sequence[FloatArray]) -> FloatArray:
         """Return what each task lacks of its floor, in its gain, ``[tasks]``."""
-        floors = self.least or [None] * len(self.gains)
-        return np.array(
-            [
-                0.0 if least is None else max(0.0, least - float(score.mean())) / gain
-                for score, least, gain in zip(scores, floors, self.gains, strict=True)
-            ]
-        )
+        return np.maximum(0.0, -self.room(scores))
 
     def merit(self, scores: Sequence[FloatArray]) -> float:
         """Return the objective less what missed floors cost: merges are ranked by it.
@@ -114,37 +108,44 @@ class Objective:
         rises: FloatArray = np.tensordot(slopes, step, axes=2) / np.array(self.gains)
         return self.means(scores) + rises
 
+    def room(self, scores: Sequence[FloatArray]) -> FloatArray:
+        """Return how far each task is above its floor, in its gain, ``[tasks]``.
+
+        Below 0 where the floor is missed, infinite without one.
+        """
+        floors = self.least or [None] * len(self.gains)
+        return np.array(
+            [
+                math.inf if least is None else (float(score.mean()) - least) / gain
+                for score, least, gain in zip(scores, floors, self.gains, strict=True)
+            ]
+        )
+
     def bend_step(
-        self,
-        step: FloatArray,
-        slopes: FloatArray,
-        scores: Sequence[FloatArray],
-        reserve: FloatArray,
+        self, step: FloatArray, slopes: FloatArray, room: FloatArray
     ) -> FloatArray:
         """Bend a step so that it leads past no floor, as far as the slopes tell.
 
-        Each floor allows the steps under which its task stays above it, or, where it
-        is missed already, gets no worse. The step is moved to the nearest allowed one,
-        for one floor after the other.
+        Each floor allows the steps under which its task loses no more than its room.
+        The step is moved to the nearest allowed one, for one floor after the other.
 
         Args:
             step: of the factors, ``[layers, models]``.
             slopes: ``[tasks, layers, models]``, of each task's mean score by the
                 factor; 0 where a factor may not move.
-            scores: of the merge where the step begins.
-            reserve: ``[tasks]``, recovered gain to be left above the floor, for what
-                slopes do not tell.
+            room: ``[tasks]``, recovered gain that a task may lose; below 0 what it has
+                to win, infinite without a floor.
         """
-        floors = []
-        for task, least in enumerate(self.least):
-            rise = slopes[task] / self.gains[task]
-            if least is not None and np.abs(rise).max() > 0:
-                room = (float(scores[task].mean()) - least) / self.gains[task]
-                floors.append((rise, max(0.0, room) - float(reserve[task])))
+        rises = slopes / np.array(self.gains)[:, None, None]
+        floors = [
+            (rise, float(most))
+            for rise, most in zip(rises, room, strict=True)
+            if math.isfinite(most) and np.abs(rise).max() > 0
+        ]
         bent = step
         for _ in range(SWEEPS):
-            for rise, room in floors:
-                lacking = -room - float((rise * bent).sum())
+            for rise, most in floors:
+                lacking = -most - float((rise * bent).sum())
                 if lacking > 0:
                     bent = bent + rise * lacking / float((rise**2).sum())
         return bent
@@ -154,17 +155,22 @@ class Objective:
     ) -> float:
         """Return the standard error of the difference of two merges' merits.
 
-        A floor that only one of the two misses counts as if both did: rather too much.
+        What a missed floor costs enters as much as it changes with the task's recovered
+        gain between the two: in full where both miss it, and where one does, by the
+        part of the way that lies below it.
         """
         mine, theirs = self.shares(one), self.shares(other)
         my_counts, their_counts = (
             self._counts(self.means(scores), sharpness=math.inf)
             for scores in (one, other)
         )
-        missed = (self.shortfalls(one) > 0) | (self.shortfalls(other) > 0)
+        lacks = self.shortfalls(one), self.shortfalls(other)
         variances = []
         for task, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            penalty = PENALTY * float(missed[task])
+            mended = float(lacks[1][task] - lacks[0][task])
+            way = float(a.mean() - b.mean())
+            below = mended / way if way else float(lacks[0][task] > 0)
+            penalty = PENALTY * min(1.0, max(0.0, below))
             part = (my_counts[task] + penalty) * a - (their_counts[task] + penalty) * b
             if len(part) > 1:
                 variances.append(part.var(ddof=1) / len(part))

@@ -60,3 +60,27 @@ def score_smoothly(
             options = options.log_softmax(1)
         scores.append(options[:, sample.answer])
     return torch.stack(scores, dim=1)
+
+
+def find_unit(task: TaskData, measured: Sequence[Measured]) -> float:
+    """Find what a slope of ``score_smoothly`` is of the metric, by the task's gains.
+
+    Args:
+        task: whose choosing samples were measured.
+        measured: of them, base and single model.
+
+    Returns:
+        The gain in accuracy over that in the smooth score; 1 where the metric has
+        slopes itself, or one of the two gains is none.
+    """
+    if task.settings.metric != "accuracy":
+        return 1.0
+    sequence = torch.cat([batch.target_sequence for batch in task.choosing.batches])
+    values = [torch.cat([getattr(m, f) for m in measured]) for f in ("base", "single")]
+    smooth = score_smoothly(task.choosing.samples, torch.stack(values), sequence)
+    smooth_gain = float((smooth[1] - smooth[0]).mean())
+    base, single = (
+        score_probes(task, task.choosing, measured, f) for f in ("base", "single")
+    )
+    gain = float(np.mean(single - base))
+    return gain / smooth_gain if gain > 0 and smooth_gain > 0 else 1.0

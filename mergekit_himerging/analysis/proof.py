@@ -1,7 +1,7 @@
 """What a step of treatments chosen by measurement is proved by.
 
 Invariant: slopes fit the samples that they are taken from by chance too, so no step is
-taken that samples apart from them speak against.
+taken that samples apart from them speak against, unless it mends a floor.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,10 @@ class SideScores:
         pairs = zip(self.choosing, self.accepting, strict=True)
         return [np.concatenate(pair) for pair in pairs]
 
+    def are_finite(self) -> bool:
+        """Whether all scores are finite numbers."""
+        return all(bool(np.isfinite(scores).all()) for scores in self.together())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proof:
@@ -45,6 +49,25 @@ class Proof:
     choosing: Objective
     together: Objective
     accepting: Objective | None
+
+    def room(self, scores: SideScores) -> FloatArray:
+        """Return what each task may lose before a side misses its floor, ``[tasks]``.
+
+        In recovered gain, infinite without a floor. 0 where a side misses it: it may
+        get no worse there.
+        """
+        room = self.choosing.room(scores.choosing)
+        if self.accepting is not None:
+            room = np.minimum(room, self.accepting.room(scores.accepting))
+        return np.maximum(0.0, room)
+
+    def mends(self, found: SideScores, before: SideScores) -> bool:
+        """Whether a merge lacks less of the floors than another, on all samples."""
+        lacks, lacked = (
+            float(self.together.shortfalls(scores.together()).sum())
+            for scores in (found, before)
+        )
+        return lacks < lacked
 
     def report_step(
         self,
@@ -64,14 +87,14 @@ class Proof:
         error = self.together.difference_se(after, earlier)
         breaks_floor = self.choosing.breaks_floor(found.choosing, before.choosing)
         shortfall = float(self.together.shortfalls(after).sum())
+        mends_floor = self.mends(found, before)
         apart = None
         is_taken = better > error
         if self.accepting is not None:
             one, other = found.accepting, before.accepting
             breaks_floor |= self.accepting.breaks_floor(one, other)
             apart = self.accepting.merit(one) - self.accepting.merit(other)
-            is_mended = shortfall < float(self.together.shortfalls(earlier).sum())
-            is_taken &= apart >= 0 or is_mended
+            is_taken &= apart >= 0 or mends_floor
         return StepReport(
             moves=moves,
             objective=self.together.value(after),
@@ -83,4 +106,5 @@ class Proof:
             forwards=forwards,
             shortfall=shortfall,
             breaks_floor=breaks_floor,
+            mends_floor=mends_floor,
         )

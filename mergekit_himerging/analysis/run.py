@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mergekit_himerging.analysis.calibration import NotANumberError
 from mergekit_himerging.analysis.contribution import (
     Contribution,
     FloatArray,
@@ -30,18 +31,17 @@ from mergekit_himerging.analysis.judging import (
     Whole,
     check_gains,
     describe_whole,
-    find_gains,
     judge,
     make_proof,
     mean_score,
 )
 from mergekit_himerging.analysis.measured import choose_factors, pick_way
-from mergekit_himerging.analysis.probe_scores import score_probes
-from mergekit_himerging.analysis.proof import SideScores
+from mergekit_himerging.analysis.probe_scores import find_unit, score_probes
+from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.replay import Replay
 from mergekit_himerging.analysis.selfcheck import SelfCheck
 from mergekit_himerging.analysis.settings import AnalysisSettings
-from mergekit_himerging.analysis.slopes import split_tasks
+from mergekit_himerging.analysis.slopes import Slopes
 from mergekit_himerging.analysis.streams import Progress, run_jobs
 from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.plan import Plan, Treatment
@@ -109,21 +109,28 @@ def analyse_merge(
         memory=settings.memory,
         progress=engine.progress,
     )
-    choosing, accepting = _measure_wholes(tasks, settings, engine)
+    choosing, accepting, units = _measure_wholes(tasks, settings, engine)
     aims = {task.settings.model: task.settings for task in tasks}
     if settings.rules.compare == "gain":
         check_gains(choosing, aims, settings)
+    proof = make_proof(choosing, accepting, settings, aims)
+    models = list(aims)
+    plain = SideScores(
+        *([side[model].merged for model in models] for side in (choosing, accepting))
+    )
     if settings.resolve == "measured":
         outcome = _resolve_by_measurement(
-            skeleton, tasks, (choosing, accepting), settings, engine
+            skeleton, tasks, proof, plain, units, settings, engine
         )
     else:
         outcome = _resolve_by_rules(
             skeleton, tasks, (choosing, accepting), settings, engine
         )
     treatments = outcome.treatments
-    after = {model: scores[1] for model, scores in outcome.treated.items()}
-    guard = judge(accepting, after, find_gains(choosing, settings), settings, aims)
+    treated = SideScores(
+        *zip(*(outcome.treated[model] for model in models), strict=True)
+    )
+    guard = judge(proof, plain, treated, models, settings)
     if guard.acted:
         treatments = _put_back(treatments)
     gradients: Sequence[tuple[MatrixGradients, ...]] = [()] * len(tasks)
@@ -142,6 +149,7 @@ def analyse_merge(
             "treatments": treatments,
             "order": outcome.order,
             "steps": outcome.steps,
+            "choice_forwards": outcome.forwards,
             "gradient_forwards": GRADIENT_FORWARDS if settings.gradients else 0,
             "tasks": tuple(
                 _report(
@@ -171,7 +179,7 @@ class _Outcome:
             model.
         order: layers by summed conflict; none where they were not measured.
         details: what goes into each task's report.
-        steps: of treatments chosen by measurement.
+        steps, forwards: of treatments chosen by measurement.
     """
 
     treatments: tuple[Treatment, ...]
@@ -179,6 +187,7 @@ class _Outcome:
     order: tuple[int, ...]
     details: Sequence[Mapping[str, Any]]
     steps: tuple[StepReport, ...] = ()
+    forwards: int = 0
 
 
 def _resolve_by_rules(
@@ -227,26 +236,16 @@ def _resolve_by_rules(
 def _resolve_by_measurement(
     skeleton: Plan,
     tasks: Sequence[TaskData],
-    wholes: tuple[Mapping[str, Whole], Mapping[str, Whole]],
+    proof: Proof,
+    plain: SideScores,
+    units: FloatArray,
     settings: AnalysisSettings,
     engine: Engine,
 ) -> _Outcome:
     """Climb the slopes of the tasks' scores by the factors of every (layer, model)."""
-    choosing, accepting = wholes
     models = [task.settings.model for task in tasks]
-    aims = {task.settings.model: task.settings for task in tasks}
-    proof = make_proof(choosing, accepting, settings, aims)
-    in_turns = (
-        settings.measure == "first_order"
-        and len(split_tasks(tasks, engine.replay, settings.memory)) > 1
-    )
-    way = pick_way(
-        settings.measure,
-        n_layers=skeleton.n_layers,
-        n_models=len(models),
-        in_turns=in_turns,
-    )
-    plain = engine.resolve(None)
+    way = pick_way(settings.measure, tasks, engine.replay, settings.memory)
+    tensors = engine.resolve(None)
     shared: dict[str, Any] = {
         "device": engine.device,
         "memory": settings.memory,
@@ -258,22 +257,36 @@ def _resolve_by_measurement(
         update = {"treatments": _set_factors(factors, models)}
         return engine.resolve(skeleton.model_copy(update=update))
 
+    def measure(factors: FloatArray) -> Slopes:
+        found = way.measure(tensors, resolve(factors), tasks, engine.replay, **shared)
+        for model, of_task in zip(models, found.slopes, strict=True):
+            if not np.isfinite(of_task).all():
+                raise ValueError(
+                    f"slopes of '{model}' must be finite, got "
+                    f"{int((~np.isfinite(of_task)).sum())} that are not; set 'dtype: "
+                    "float32' in the recipe, or 'resolve: rules'"
+                )
+        return Slopes(found.scores, found.slopes * units[:, None, None])
+
     def score(factors: FloatArray) -> SideScores:
         treatments = _set_factors(factors, models)
-        found = _score_treated(skeleton, treatments, tasks, settings, engine)
+        try:
+            found = _score_treated(skeleton, treatments, tasks, settings, engine)
+        except NotANumberError:
+            return SideScores([np.full(1, np.nan)], [np.zeros(0)])
         return SideScores(*zip(*(found[model] for model in models), strict=True))
 
     choice = choose_factors(
         proof,
-        lambda f: way.measure(plain, resolve(f), tasks, engine.replay, **shared),
+        measure,
         score,
-        plain=[accepting[model].merged for model in models],
+        plain=plain.accepting,
         n_layers=skeleton.n_layers,
         n_models=len(models),
         forwards=way.forwards,
         budget=way.budget,
     )
-    weights = proof.choosing.weigh_tasks([choosing[m].merged for m in models])
+    weights = proof.choosing.weigh_tasks(plain.choosing)
     slopes = np.tensordot(weights, choice.slopes, axes=1)  # [layers, models]
     n_taken = sum(step.taken for step in choice.steps)
     unit = "in score" if settings.rules.compare == "raw" else "of the gain"
@@ -306,6 +319,7 @@ def _resolve_by_measurement(
             for of_task in choice.slopes
         ],
         steps=choice.steps,
+        forwards=choice.forwards,
     )
 
 
@@ -327,11 +341,12 @@ def _measure_wholes(
     tasks: Sequence[TaskData],
     settings: AnalysisSettings,
     engine: Engine,
-) -> tuple[dict[str, Whole], dict[str, Whole]]:
+) -> tuple[dict[str, Whole], dict[str, Whole], FloatArray]:
     """Score F, M_m and G on the choosing and on the accepting samples.
 
     A small part of the work, done first: it checks the engine on this architecture, and
-    finds tasks that cannot be compared.
+    finds tasks that cannot be compared. The last are the units of the tasks' slopes,
+    see ``find_unit``.
     """
     measured = _measure(
         tasks, settings, engine, None, ("fronts", "fronts"), is_checked=True
@@ -347,7 +362,12 @@ def _measure_wholes(
         }
         for side in ("choosing", "accepting")
     ]
-    return wholes[0], wholes[1]
+    units = [
+        find_unit(task, found)
+        for task, part, found in measured
+        if part is task.choosing
+    ]
+    return wholes[0], wholes[1], np.array(units)
 
 
 def _measure_layers(

@@ -73,7 +73,7 @@ def make_plan(merge: PlannedMerge) -> Plan:
     memory = parse_bytes(str(settings["analysis_memory"]))
     try:
         tasks = read_data(merge, device, settings["accept_share"])
-        _check_confidence(tasks, settings["confidence"])
+        _check_samples(tasks, settings)
         inputs = {
             str(model): hash_model(folders_of(model))
             for model in dict.fromkeys(
@@ -170,9 +170,10 @@ def _analyse(
         compare=settings["compare"],
     )
     n_layers = skeleton.n_layers
+    replay = make_replay(merge, device)
     way = None
     if settings["resolve"] == "measured":
-        way = pick_way(settings["measure"], n_layers=n_layers, n_models=len(tasks))
+        way = pick_way(settings["measure"], tasks, replay, memory)
     with _show_progress(
         tasks,
         n_layers,
@@ -196,7 +197,7 @@ def _analyse(
             ),
             Engine(
                 merge.resolve,
-                make_replay(merge, device),
+                replay,
                 lambda: make_replay(merge, device),
                 device,
                 progress,
@@ -311,13 +312,22 @@ def read_data(
     return [read(task) for task in merge.tasks]
 
 
-def _check_confidence(tasks: Sequence[TaskData], confidence: float) -> None:
+def _check_samples(tasks: Sequence[TaskData], settings: Mapping[str, Any]) -> None:
+    """Check that there are standard errors, where decisions hang on them."""
     for task in tasks:
-        if confidence > 0 and len(task.choosing.samples) < 2:
+        n_choosing = len(task.choosing.samples)
+        n_samples = n_choosing + len(task.accepting.samples)
+        if settings["confidence"] > 0 and n_choosing < 2:
             raise ValueError(
                 f"'{task.settings.model}' must have two choosing samples or more for a "
-                f"standard error, got {len(task.choosing.samples)}; raise samples, or "
+                f"standard error, got {n_choosing}; raise samples, or "
                 "set confidence: 0"
+            )
+        if settings["resolve"] == "measured" and n_samples < 2:
+            raise ValueError(
+                f"'{task.settings.model}' must have two samples or more for a standard "
+                f"error, got {n_samples}; add rows to its calibration data, or raise "
+                "samples"
             )
 
 
@@ -395,20 +405,24 @@ def _show_progress(
 
     With a way to measure, all that choosing by it may take.
     """
-    wholes, again = 0, 0
+    n_choosing = sum(len(task.choosing.batches) for task in tasks)
+    n_accepting = sum(len(task.accepting.batches) for task in tasks)
+    if way is None:
+        again = n_layers * (n_choosing + n_accepting)  # the treated merge
+        for task in tasks:
+            for batch in task.choosing.batches:
+                job = Job(task.settings.model, batch, "layers")
+                again += sum(job.n_block_calls(layer) for layer in range(n_layers))
+    else:
+        n_measurements, n_steps = way.count_most(n_choosing, n_accepting)
+        n_passes = n_measurements * way.forwards + n_steps
+        again = n_layers * (n_passes * n_choosing + n_steps * n_accepting)
+    wholes = 0
     for task in tasks:
-        for batch in task.choosing.batches:
-            job = Job(task.settings.model, batch, "layers")
-            calls = sum(job.n_block_calls(layer) for layer in range(n_layers))
-            again += calls if way is None else way.budget * n_layers
         n_batches = len(task.choosing.batches) + len(task.accepting.batches)
-        if way is None:  # the treated merge
-            again += n_layers * n_batches
-        else:
-            again += way.n_steps * n_layers * len(task.accepting.batches)
         wholes += (3 + needs_teacher(task)) * n_layers * n_batches
-        if gradients:
-            wholes += GRADIENT_FORWARDS * n_layers * len(task.choosing.batches)
+    if gradients:
+        wholes += GRADIENT_FORWARDS * n_layers * n_choosing
     if quiet:
         yield lambda calls, label: None
         return

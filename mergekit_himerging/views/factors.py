@@ -162,8 +162,12 @@ def _describe_outcome(step: StepReport) -> str:
     words = ["taken" if step.taken else "not taken"]
     if step.breaks_floor:
         words.append("breaks a floor")
+    if step.mends_floor:
+        words.append("mends a floor")
     if step.shortfall:
-        words.append(f"floors lack {step.shortfall:.4f}, which counts in 'better by'")
+        words.append(f"floors lack {step.shortfall:.4f}")
+    if step.mends_floor or step.shortfall:
+        words.append("which counts in 'better by'")
     return ", ".join(words)
 
 
@@ -206,10 +210,10 @@ def _describe_steps(plan: Plan) -> str:
         n_taken = sum(step.taken for step in plan.steps)
         text = (
             f"{n_taken} of {len(plan.steps)} steps taken, in "
-            f"{plan.steps[-1].forwards} forward passes over the choosing samples"
+            f"{plan.n_choice_forwards} forward passes over the choosing samples"
         )
     else:
-        text = "none was tried, since no factor that may move changes a score"
+        text = "none was tried, since no factor that may move raises the objective"
     if plan.gradient_forwards:
         text += f"; {plan.gradient_forwards} more for the gradients"
     return text

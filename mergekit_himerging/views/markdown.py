@@ -69,10 +69,11 @@ _HOW_TO_READ_FACTORS = (
     "A factor stands on the weight that the recipe gives a model's delta in a layer: 1 "
     "is the plain merge, 0 leaves the delta out. Factors were chosen by slopes, which "
     "say how each task's score changes with a factor at the plain merge: below 0 the "
-    "delta harms the task there, on the choosing samples. The first step moves whole "
-    "models, the others their layers. One was taken where it made the merge better on "
-    "all samples by more than its standard error, and no worse on the judging ones "
-    "alone. All slopes stand in the plan."
+    "delta harms the task there, on the choosing samples. Steps of whole models were "
+    "tried first, then steps of their layers. One was taken where it made the merge "
+    "better on all samples by more than its standard error, and no worse on the "
+    "judging ones alone, unless it mends a floor: so the judging samples gave no "
+    "slopes, but had their say in every step. All slopes stand in the plan."
 )
 
 

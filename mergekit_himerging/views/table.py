@@ -147,7 +147,7 @@ def _summarize_choice(plan: Plan) -> dict[str, object]:
     return {
         "steps": len(plan.steps),
         "steps_taken": sum(step.taken for step in plan.steps),
-        "forwards": plan.steps[-1].forwards if plan.steps else None,
+        "forwards": plan.n_choice_forwards,
         "gradient_forwards": plan.gradient_forwards,
         "largest": show(largest),
         "smallest": show(smallest),

@@ -474,7 +474,7 @@ class Bench:
         write_text(path, plan.to_json())
         row.analysis = Analysis(
             seconds=time.process_time() - start,
-            forwards=plan.steps[-1].forwards if plan.steps else None,
+            forwards=plan.n_choice_forwards,
             n_treated=sum(t.action != "keep" for t in plan.treatments),
             n_pairs=len(plan.treatments),
             guard_difference=None if plan.guard is None else plan.guard.difference,
