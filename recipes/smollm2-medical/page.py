@@ -16,6 +16,8 @@ from results import Budget, MethodResult, SettingResult, plan_path, read_result
 from settings import SETTINGS
 
 from mergekit_himerging.analysis.measured import BUDGET as FORWARDS
+from mergekit_himerging.analysis.measured import list_courses
+from mergekit_himerging.analysis.slopes import FORWARDS as SLOPE_FORWARDS
 from mergekit_himerging.plan import Plan, read_plan
 from mergekit_himerging.views.plot import draw_plan
 
@@ -237,10 +239,11 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
 
 def _tell_cost(budget: Budget) -> str:
     """Say how much data our row sees, beside the tuning of another."""
+    most_steps = max(steps for _, steps in list_courses(SLOPE_FORWARDS, FORWARDS))
     return (
         f"{budget.samples} samples, at most {FORWARDS} forward passes over half of "
-        f"them, where the tuning of a method takes {budget.trials} over "
-        f"{budget.tuning_rows}"
+        f"them and {most_steps} over the rest, besides the three whole models, where "
+        f"the tuning of a method takes {budget.trials} over {budget.tuning_rows}"
     )
 
 
@@ -378,11 +381,11 @@ def _write_analyses(result: SettingResult, folder: Path) -> Iterator[str]:
     yield (
         "What was done: in how many layers, to the weight where it was measured, as "
         "least, mean and largest factor. Judged: treated minus plain "
-        "merge on calibration rows that did not choose, in shares of the gain; where "
-        "treatments are measured no step is taken that makes it worse, so it flatters "
-        "there. The guard reports here and never acts. Forwards: full forward passes "
-        "of a task's choosing rows that the analysis stands for, with one pass back as "
-        "two."
+        "merge on the judging half of the calibration rows, in shares of the gain on "
+        "all of them; where treatments are measured no step is taken that makes it "
+        "worse, so it flatters there. The guard reports here and never acts. Forwards: "
+        "full forward passes of a task's choosing rows that the analysis stands for, "
+        "with one pass back as two."
     )
     plans = {
         row.name: read_plan(plan_path(folder, result.setting, row.name)) for row in rows
