@@ -55,6 +55,7 @@ from mergekit_himerging.preflight import (
 )
 from mergekit_himerging.recipe import check_size, read_tasks
 from mergekit_himerging.scores import TaskReport, WholeScores
+from mergekit_himerging.seam import forget_loaders
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
 from mergekit_himerging.tasks import apply_plan
 
@@ -185,6 +186,11 @@ def _to_contribution(task: TaskReport) -> Contribution:
     scores: WholeScores = task
     if scores.score_single is None or scores.score_base is None:
         raise ValueError(f"'{task.model}' must have scores, got none; analyse again")
+    if not task.layers:
+        raise ValueError(
+            f"'{task.model}' must have contributions of layers, got a plan of "
+            "'resolve: measured'; analyse with 'resolve: rules'"
+        )
     return Contribution(
         model=task.model,
         gain=scores.score_single - scores.score_base,
@@ -318,6 +324,7 @@ def _check(
     collect(read.check)
     has_models = collect(check_models, config, options)
     if has_models:
+        forget_loaders()
         LoaderCache().setup(options=options)
         has_models = collect(
             lambda: warnings.extend(

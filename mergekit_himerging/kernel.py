@@ -118,6 +118,7 @@ def merge_tensor(
         others_weigh = any(part.weight != 0 for part in parts if part is not lone)
         undiluted = not others_weigh if normalize else lone.weight == 1
         if undiluted and lone.scale == 1 and lone.keeps_all:
+            find_cuts(base, [lone])  # checks it
             return lone.tuned
 
     active = [part for part in find_cuts(base, active) if part.counts]

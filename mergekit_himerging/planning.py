@@ -104,6 +104,7 @@ def plan_recipe(
     """
     if config.merge_method == METHOD_NAME:
         check_recipe(config, None)
+    seam.forget_loaders()
     check_models(config, options)
     copy = config.model_copy(deep=True)
     planner = seam.make_planner(copy, options)

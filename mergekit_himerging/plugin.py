@@ -29,7 +29,14 @@ from mergekit_himerging.preflight import (
     inspect_recipe,
     raise_errors,
 )
-from mergekit_himerging.seam import MARK, SeamError, check_seam, find_moved, mark
+from mergekit_himerging.seam import (
+    MARK,
+    SeamError,
+    check_seam,
+    find_moved,
+    forget_loaders,
+    mark,
+)
 from mergekit_himerging.staging import find_target, stage_folder
 
 LOG = logging.getLogger(__name__)
@@ -110,6 +117,7 @@ def _wrap_run_merge(original: Callable[..., None]) -> Callable[..., None]:
         if _is_ours(merge_config):
             check_use()
             check_recipe(merge_config, config_source)
+            forget_loaders()
             check_models(merge_config, options)
             check_output(merge_config, out_path)
             out = Path(out_path)

@@ -112,6 +112,13 @@ def name_cached(reference: Any) -> str:
     return "_".join(part._unique_id() for part in (reference.model, reference.lora))
 
 
+def forget_loaders() -> None:
+    """Let MergeKit open models anew, which it keeps, by path, for a whole process."""
+    from mergekit.io.tasks import LoaderCache
+
+    LoaderCache().loaders.clear()
+
+
 def make_planner(config: Any, options: Any) -> Any:
     """Make a planner for a recipe, as `run_merge` does."""
     from mergekit import merge

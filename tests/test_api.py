@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from conftest import (
 )
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_analysis import (
     ROWS,
     Bench,
@@ -251,6 +253,13 @@ def test_plan_without_scores_cannot_be_decided_anew(analysed):
         api.make_plan(bare)
 
 
+def test_measured_plan_cannot_be_decided_anew(analysed):
+    tasks = [task.model_copy(update={"layers": ()}) for task in analysed[1].tasks]
+    measured = analysed[1].model_copy(update={"tasks": tuple(tasks)})
+    with pytest.raises(ValueError, match="got a plan of 'resolve: measured'; analyse"):
+        api.make_plan(measured)
+
+
 # Analyses
 
 
@@ -267,6 +276,39 @@ def test_recipe_may_be_file_mapping_or_record_and_stays_as_it_is(
     assert recipe == before
     assert record.to_yaml() == written
     assert all(found == plan for found in plans)
+
+
+def test_model_that_is_trained_on_in_one_process_is_measured_anew(
+    school, tmp_path, monkeypatch
+):
+    """MergeKit keeps models that it has opened, whatever becomes of their files."""
+    models = shutil.copytree(school, tmp_path / "models")
+    recipe = make_measured(models, tmp_path)
+    before = api.analyze(recipe)
+    path = models / "a" / "model.safetensors"
+    base = load_file(models / "base" / "model.safetensors")
+    tuned = {n: t + 0.3 * (t - base[n]) for n, t in load_file(path).items()}
+    path.unlink()
+    save_file(tuned, path, metadata={"format": "pt"})
+    after = api.analyze(recipe)
+    assert after.tasks != before.tasks
+    # As a process says that has never seen the earlier weights.
+    monkeypatch.setenv("MERGEKIT_HIMERGING_CACHE", str(tmp_path / "other"))
+    LoaderCache.loaders.clear()
+    assert api.analyze(recipe) == after
+
+
+def test_pad_token_that_the_models_were_not_resized_for_is_no_problem(school, tmp_path):
+    models = shutil.copytree(school, tmp_path / "models")
+    for folder in models.iterdir():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        tokenizer.save_pretrained(folder)
+    n_rows = len(load_file(models / "base" / "model.safetensors")["lm_head.weight"])
+    assert tokenizer.pad_token_id >= n_rows
+    padded = api.analyze(make_measured(models, tmp_path))
+    plain = api.analyze(make_measured(school, tmp_path))
+    assert [t.layers for t in padded.tasks] == [t.layers for t in plain.tasks]
 
 
 def test_analysis_without_data_is_refused(school):

@@ -249,6 +249,7 @@ def model_folder(tmp_path) -> Path:
         (lambda f: os.utime(f / "model.safetensors", ns=(1, 1)), True),
         (lambda f: (f / "more.safetensors").symlink_to("model.safetensors"), True),
         (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), True),
+        (lambda f: (f / "modeling_own.py").write_text("x = 1"), True),
         (lambda f: (f / "README.md").write_text("other words"), False),
         (lambda f: (f / "folder").mkdir(), False),
     ],

@@ -227,6 +227,10 @@ BAD_ROWS: dict[str, tuple[object, str]] = {
         "'tool_calls']",
     ),
     "message as text": (with_messages("hi", ASSISTANT), "message 1 must be an object"),
+    "cut as text": (
+        {**with_messages(USER, ASSISTANT), "cut": "true"},
+        "'cut' must be true or false, got 'true'",
+    ),
     "content in parts": (
         with_messages({"role": "user", "content": ["hi"]}, ASSISTANT),
         "message 1 must have text as 'content', got ['hi']",

@@ -465,6 +465,15 @@ def test_consensus_is_refused_for_breadcrumbs(zoo):
         export(recipe, None, "breadcrumbs")
 
 
+def test_what_hides_paths_or_spares_the_smoke_test_is_kept(zoo):
+    wanted = {"hide_paths": True, "smoke_test": False}
+    recipe = make_recipe(zoo, "a", "b", parameters=wanted)
+    exported = yaml.safe_load(export(recipe, None, "hi_merging").text)
+    assert wanted.items() <= exported["parameters"].items()
+    plain = yaml.safe_load(export(make_recipe(zoo, "a"), None, "hi_merging").text)
+    assert not wanted.keys() & plain["parameters"].keys()
+
+
 def test_scale_above_1_is_refused_for_hi_merging(zoo):
     recipe = make_recipe(zoo, "a", "b")
     plan = make_plan(recipe, 3, (1, "a", "set", {"scale": 2}))

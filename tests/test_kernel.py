@@ -115,12 +115,13 @@ def test_density_outside_its_range_is_named(density):
         merge_tensor(DELTA, [Part("m", DELTA, 1.0, density=density)])
 
 
+@pytest.mark.parametrize("weight", [0.5, 1.0])  # at 1 the tensor would be copied
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_not_finite_name_the_model(bad):
+def test_values_that_are_not_finite_name_the_model(bad, weight):
     tuned = DELTA.clone()
     tuned[0, 0] = bad
     with pytest.raises(ValueError, match="delta of 'm' must be finite"):
-        merge_tensor(DELTA, [Part("m", tuned, 0.5)])
+        merge_tensor(DELTA, [Part("m", tuned, weight)])
 
 
 @pytest.mark.parametrize("consensus", ["none", "sum"])

@@ -4,8 +4,10 @@ The oracle shares nothing with the engine: it adds deltas to state dicts, loads 
 into a transformers model and runs its own forward on one text at a time, unpadded.
 """
 
+import math
 import threading
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from mergekit_himerging.analysis.calibration import Sample, TokenSequence, make_batches
+from mergekit_himerging.analysis.calibration import (
+    NotANumberError,
+    Sample,
+    TokenSequence,
+    make_batches,
+)
 from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError
 from mergekit_himerging.analysis.selfcheck import SelfCheck
@@ -222,6 +229,25 @@ def measure(
     measured = run_jobs(jobs, family, family.make_replay(), memory=memory, check=check)
     fields = Measured.__dataclass_fields__
     return {field: in_order(measured, jobs, field) for field in fields}
+
+
+def compare(full: list[float], streamed: list[float]) -> None:
+    """Compare a full forward of the base with a stream."""
+    check = SelfCheck(lambda: None, None, 1e-4)
+    result = torch.tensor(full, dtype=torch.float64)
+    check._forwards["base"] = SimpleNamespace(name="Llama", finish=lambda: result)
+    stream = torch.tensor(streamed, dtype=torch.float64)
+    check.compare(Measured(base=stream, merged=stream))
+
+
+def test_model_that_gives_nan_is_not_called_unsupported():
+    with pytest.raises(NotANumberError, match=r"got NaN under the base weights; set"):
+        compare([-1.0, math.nan], [-1.0, math.nan])
+    with pytest.raises(UnsupportedModelError, match="by nan nats"):
+        compare([-1.0, -2.0], [-1.0, math.nan])
+    compare([-1.0, -math.inf], [-1.0, -math.inf])
+    with pytest.raises(UnsupportedModelError, match="by inf nats"):
+        compare([-1.0, -math.inf], [-1.0, -2.0])
 
 
 @pytest.mark.parametrize("n_experts", [2, 3])

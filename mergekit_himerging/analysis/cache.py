@@ -69,7 +69,7 @@ def hash_model(folders: Iterable[Path]) -> str:
                 digest.update(_read_sample(path, stat.st_size))
             if path.suffix == ".safetensors":
                 digest.update(_read_header(path))
-            elif path.suffix in (".json", ".model", ".txt", ".jinja"):
+            elif path.suffix in (".json", ".model", ".txt", ".jinja", ".py"):
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -16,6 +16,7 @@ from mergekit_himerging.analysis.samples import (
     Sample,
     Tokenized,
     TokenSequence,
+    pick_pad,
     tokenize_rows,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "choose_rows",
     "hash_rows",
     "make_batches",
+    "pick_pad",
     "read_rows",
     "score_samples",
     "tokenize_rows",

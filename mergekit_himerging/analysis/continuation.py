@@ -8,7 +8,7 @@ alone; else only prompts of one length share a batch.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from mergekit_himerging.analysis.calibration import pick_pad
 
 LOG = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ def generate(
 ) -> Any:
     """Continue a batch of prompts; returns what the model's own ``generate`` does."""
     width = max(map(len, prompts))
-    pad_id: int = tokenizer.pad_token_id or 0
+    embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
+    pad_id = pick_pad(tokenizer, embeddings.num_embeddings)
     ids = [[*[pad_id] * (width - len(p)), *p] for p in prompts]
     lengths = torch.tensor([[len(prompt)] for prompt in prompts])
     mask = torch.arange(width) >= width - lengths  # [prompts, tokens]

@@ -20,6 +20,7 @@ from mergekit_himerging.analysis.calibration import (
     choose_rows,
     hash_rows,
     make_batches,
+    pick_pad,
     read_rows,
     tokenize_rows,
 )
@@ -117,7 +118,7 @@ def read_task(
         )
 
     choosing, accepting = (tokenize(part) for part in parts)
-    pad = tokenizer.pad_token_id or 0
+    pad = pick_pad(tokenizer, vocab_size)
     return TaskData(
         settings=settings,
         rows_sha256=hash_rows(rows),

@@ -98,7 +98,12 @@ def parse_row(record: object, place: str, *, needs_answer: bool = True) -> Row:
     shape = _tell_shape(fields, place, needs_answer)
     if shape == "messages":
         row = _parse_messages(fields["messages"], place)
-        return replace(row, is_cut=fields.get("cut") is True)
+        is_cut = fields.get("cut", False)
+        if not isinstance(is_cut, bool):
+            raise ValueError(
+                f"{place} 'cut' must be true or false, got {_brief(is_cut)}"
+            )
+        return replace(row, is_cut=is_cut)
     if shape == "choices":
         return _parse_choices(fields, place)
     if shape == "text":

@@ -353,3 +353,13 @@ def _cut_prompt(
     n_first = int(kept < n_prompt and ids[0] == bos_id)
     tail = ids[n_prompt - (kept - n_first) :]
     return TokenSequence((*ids[:n_first], *tail), kept)
+
+
+def pick_pad(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """Pick the id that batches are padded with.
+
+    Padding is masked, so any will do that the model has. A tokenizer may have a pad
+    token that its model was not resized for.
+    """
+    pad_id = tokenizer.pad_token_id
+    return pad_id if pad_id is not None and pad_id < vocab_size else 0

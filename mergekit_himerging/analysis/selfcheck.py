@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from mergekit_himerging.analysis.agreement import agree, recall
+from mergekit_himerging.analysis.calibration import NotANumberError
 from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError, Weights
 
@@ -53,13 +54,21 @@ class SelfCheck:
         """Compare the forwards' log-probabilities with the streams'.
 
         Raises:
+            NotANumberError: the model's own forward gives NaN.
             UnsupportedModelError: they differ by more than the tolerance.
         """
         for name, forward in self._forwards.items():
             full, streamed = forward.finish(), getattr(measured, name)
             if streamed is None:
                 continue
-            error = (full - streamed).abs().max().item()
+            if full.isnan().any():
+                raise NotANumberError(
+                    f"log-probabilities of {forward.name} must be numbers, got NaN "
+                    f"under the {name} weights; set 'dtype: float32', or look for a "
+                    "damaged model"
+                )
+            apart = torch.where(full == streamed, 0.0, full - streamed)  # -inf twice
+            error = apart.abs().max().item()
             if not error <= self._tolerance:
                 raise UnsupportedModelError(
                     f"{forward.name} cannot be analysed layer by layer: streams differ "

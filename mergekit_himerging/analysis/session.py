@@ -44,6 +44,7 @@ from mergekit_himerging.parameters import PARAMETERS, SELF, RecipeError, parse_b
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import TaskSettings, to_document
+from mergekit_himerging.seam import forget_loaders
 from mergekit_himerging.tasks import describe_merge
 from mergekit_himerging.views.words import show_share
 
@@ -67,6 +68,8 @@ def make_plan(merge: PlannedMerge) -> Plan:
         RecipeError: data or models cannot be used; the message names file and line, or
             model and tensor.
     """
+    # What is measured is what is hashed, also where files have changed since planning.
+    forget_loaders()
     base, models, n_layers = describe_merge(merge.tensors)
     settings = merge.settings
     device = pick_device(merge.options)

@@ -30,6 +30,7 @@ from mergekit_himerging.evaluation.run import Candidate
 from mergekit_himerging.plan import Plan
 from mergekit_himerging.planning import PlannedMerge
 from mergekit_himerging.recipe import to_document
+from mergekit_himerging.seam import forget_loaders
 
 
 def find_plan(merge: PlannedMerge) -> Plan | None:
@@ -133,6 +134,7 @@ def make_model_candidate(
     others: Sequence[ModelReference] = (),
 ) -> Candidate:
     """Describe a model that is loaded when its turn comes."""
+    forget_loaders()
     LoaderCache().setup(options=options)
     return Candidate(
         name=str(reference),

@@ -20,6 +20,7 @@ from mergekit_himerging.analysis.calibration import (
     Tokenized,
     TokenSequence,
     make_batches,
+    pick_pad,
     score_samples,
     tokenize_rows,
 )
@@ -76,7 +77,7 @@ class Scorer:
             model, tokenizer, max_length=max_length
         )
         self._max_tokens = max_tokens
-        self._pad_id: int = tokenizer.pad_token_id or 0
+        self._pad_id = pick_pad(tokenizer, self._vocab_size)
         self._shares_prompts = True
 
     def score(self, rows: Sequence[Row]) -> RowScores:

@@ -78,8 +78,12 @@ def export_recipe(
     else:
         values, notes = [_keep_values(tensor) for tensor in tensors], []
         _put_values(config, document, tensors, values)
-        scope = read_settings(config)["scope"]
-        document["parameters"] = {"scope": scope} | document["parameters"]
+        settings = read_settings(config)
+        document["parameters"] = {
+            "scope": settings["scope"],
+            **({"hide_paths": True} if settings["hide_paths"] else {}),
+            **({} if settings["smoke_test"] else {"smoke_test": False}),
+        } | document["parameters"]
     planned = _plan(document, options)
     _check_values(tensors, values, planned)
     if to == "breadcrumbs":
