@@ -26,6 +26,7 @@ from mergekit_himerging.analysis.graph import PlannedWeights
 from mergekit_himerging.analysis.jobs import Depth, Job
 from mergekit_himerging.analysis.measured import pick_way
 from mergekit_himerging.analysis.replay import Replay, RunBlock, Weights
+from mergekit_himerging.analysis.selfcheck import pick_rows
 from mergekit_himerging.analysis.session import make_replay, pick_device, read_data
 from mergekit_himerging.analysis.slopes import FORWARDS, split_tasks
 from mergekit_himerging.analysis.streams import LOGITS_BYTES, read_targets, split_jobs
@@ -190,6 +191,8 @@ def estimate_cost(merge: PlannedMerge) -> Cost:
     )
     positions = max(positions, exact.n_positions)
     logits = min(LOGITS_BYTES, positions * replay.vocabulary * 4)
+    checked = pick_rows(every_job[0].batch, replay.vocabulary, LOGITS_BYTES)
+    logits = max(logits, checked.input_ids.numel() * replay.vocabulary * 4)
     drawn = [task for task in tasks if task.n_to_draw]
     for task in drawn:
         # A prompt is drawn, then read again with its answer, in small steps.

@@ -23,7 +23,7 @@ from mergekit_himerging.analysis.calibration import (
 )
 from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError
-from mergekit_himerging.analysis.selfcheck import SelfCheck
+from mergekit_himerging.analysis.selfcheck import SelfCheck, pick_rows
 from mergekit_himerging.analysis.streams import run_jobs, split_jobs
 
 Tensors = dict[str, torch.Tensor]
@@ -348,3 +348,34 @@ def test_self_check_catches_a_stream_that_is_off(monkeypatch):
     )
     with pytest.raises(UnsupportedModelError, match=r"differ .* by [0-9.e-]+ nats"):
         measure(family, "expert0", make_texts(0, (5,)))
+
+
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_self_check_of_the_first_rows_holds_logits_of_these_alone(monkeypatch, n_rows):
+    family = Family("llama", 2)
+    samples = [Sample(options=(text,), answer=0) for text in make_texts(3, (9, 8, 8))]
+    (batch,) = make_batches(samples, max_tokens=64, pad_id=0)
+    few = pick_rows(batch, vocabulary=64, most_bytes=(n_rows + 1) * 9 * 64 * 4 - 1)
+    assert len(few.input_ids) == n_rows
+    kept = few.target_sequence
+    assert torch.equal(kept, batch.target_sequence[: len(kept)])
+    assert set(batch.target_sequence[len(kept) :].tolist()).isdisjoint(kept.tolist())
+    assert len(set(kept.tolist())) == n_rows
+    held = []
+    full_forward = Replay.full_forward
+
+    def record(self, *arguments):
+        logits = full_forward(self, *arguments)
+        held.append(tuple(logits.shape))
+        return logits
+
+    monkeypatch.setattr(Replay, "full_forward", record)
+    check = SelfCheck(family.make_replay, Job("expert0", few, "layers"), 1e-4)
+    run_jobs(
+        [Job("expert0", batch, "layers")],
+        family,
+        family.make_replay(),
+        memory=2**30,
+        check=check,
+    )
+    assert held == [(n_rows, 9, 64)] * 2  # of the base and of the merge

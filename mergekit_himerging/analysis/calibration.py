@@ -5,7 +5,7 @@ padding never is.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,6 +99,22 @@ class Batch:
     def n_targets(self) -> int:
         """Tokens that are scored."""
         return len(self.target_ids)
+
+    def keep_rows(self, n_rows: int) -> "Batch":
+        """Return the batch of the first rows; their targets are the first too."""
+        n_targets = int((self.target_rows < n_rows).sum())
+        teacher = self.teacher
+        if teacher is not None:
+            teacher = replace(teacher, hidden=teacher.hidden[:n_targets])
+        return Batch(
+            input_ids=self.input_ids[:n_rows],
+            attention_mask=self.attention_mask[:n_rows],
+            target_rows=self.target_rows[:n_targets],
+            target_positions=self.target_positions[:n_targets],
+            target_ids=self.target_ids[:n_targets],
+            target_sequence=self.target_sequence[:n_targets],
+            teacher=teacher,
+        )
 
 
 def make_batches(

@@ -5,7 +5,7 @@ the merge reads the plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,10 @@ from mergekit_himerging.analysis.measured import choose_factors, pick_way
 from mergekit_himerging.analysis.probe_scores import find_unit, score_probes
 from mergekit_himerging.analysis.proof import Proof, SideScores
 from mergekit_himerging.analysis.replay import Replay
-from mergekit_himerging.analysis.selfcheck import SelfCheck
+from mergekit_himerging.analysis.selfcheck import SelfCheck, pick_rows
 from mergekit_himerging.analysis.settings import AnalysisSettings
 from mergekit_himerging.analysis.slopes import Slopes
-from mergekit_himerging.analysis.streams import Progress, run_jobs
+from mergekit_himerging.analysis.streams import LOGITS_BYTES, Progress, run_jobs
 from mergekit_himerging.analysis.teachers import add_teachers
 from mergekit_himerging.plan import Plan, Treatment
 from mergekit_himerging.scores import (
@@ -424,7 +424,9 @@ def _measure(
     check = None
     if is_checked:
         tolerance = TOLERANCE.get(engine.replay.dtype, 0.25)
-        check = SelfCheck(engine.make_replay, jobs[0], tolerance)
+        few = pick_rows(jobs[0].batch, engine.replay.vocabulary, LOGITS_BYTES)
+        few_rows = replace(jobs[0], batch=few)
+        check = SelfCheck(engine.make_replay, few_rows, tolerance)
     results = iter(
         run_jobs(
             jobs,

@@ -13,9 +13,18 @@ from collections.abc import Callable
 import torch
 
 from mergekit_himerging.analysis.agreement import agree, recall
-from mergekit_himerging.analysis.calibration import NotANumberError
+from mergekit_himerging.analysis.calibration import Batch, NotANumberError
 from mergekit_himerging.analysis.jobs import Front, Job, Measured, Variants
 from mergekit_himerging.analysis.replay import Replay, UnsupportedModelError, Weights
+
+
+def pick_rows(batch: Batch, vocabulary: int, most_bytes: int) -> Batch:
+    """Pick the first rows of a batch, one at least, whose logits fit.
+
+    A full forward holds them of every token, float32, not of the targets alone.
+    """
+    row_bytes = batch.input_ids.shape[1] * vocabulary * 4
+    return batch.keep_rows(max(1, most_bytes // row_bytes))
 
 
 class SelfCheck:
@@ -23,7 +32,7 @@ class SelfCheck:
 
     Args:
         make_replay: makes a model to run, one for each forward.
-        job: whose batch is checked.
+        job: whose batch is checked, or its first rows.
         tolerance: largest difference of a log-probability, in nats.
     """
 
@@ -61,6 +70,7 @@ class SelfCheck:
             full, streamed = forward.finish(), getattr(measured, name)
             if streamed is None:
                 continue
+            streamed = streamed[: len(full)]
             if full.isnan().any():
                 raise NotANumberError(
                     f"log-probabilities of {forward.name} must be numbers, got NaN "
