@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 import mergekit_himerging
 from mergekit_himerging.files import write_text
@@ -294,6 +295,9 @@ def search(
         objective=objective,
     )
     merge = api.plan_ours(recipe, merge_options)
+    data = [f / task.calibration for task in merge.tasks for f in merge.folders]
+    for path in (out, table):
+        _check_out(path, *data)
     with _progress(merge_options, "searching") as progress:
         result = api.search(merge, settings=settings, progress=progress)
     write_text(table, write_table(result))
@@ -301,7 +305,8 @@ def search(
     start, best = result.trials[0], result.best
     click.echo(
         f"{result.what} {start.objective:.4f} as it was, {best.objective:.4f} tuned "
-        f"(± {start.behind_se:.4f}), of {len(result.trials)} merges"
+        f"({start.behind:+.4f} ± {start.behind_se:.4f}), of {len(result.trials)} "
+        "merges, before any layer is treated"
     )
     click.echo(f"recipe written to {out}, all trials to {table}")
 
@@ -371,7 +376,8 @@ def evaluate(
     from mergekit_himerging.views.table import make_console
 
     if json_out is not None:
-        _check_out(json_out, *map(Path, models))
+        files = _split_pairs(data, _split_data).values()
+        _check_out(json_out, *map(Path, models), *map(Path, files))
     with _progress(merge_options, "evaluating") as say:
         found = api.evaluate(
             models,
@@ -462,9 +468,10 @@ def _progress(
     if options.quiet:
         yield lambda calls, where: None
         return
-    with Console(stderr=True).status(label) as status:
+    # Names may have brackets and colons that are no markup.
+    with Console(stderr=True, markup=False, emoji=False).status(label) as status:
 
         def progress(calls: int, where: str) -> None:
-            status.update(f"{label}: {where}")
+            status.update(Text(f"{label}: {where}"))
 
         yield progress

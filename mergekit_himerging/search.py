@@ -2,7 +2,8 @@
 
 One model at a time, the others held: a coarse grid, then the neighbours of its best.
 Every round is one streamed pass over the layers for all its merges. Invariant: each
-number in the table is the score of the merge that the tuned recipe would give.
+number in the table is the score of the merge that the tuned recipe would give before an
+analysis of it treats any layer.
 """
 
 import csv
@@ -144,6 +145,11 @@ def search_merge(
             "a search must have calibration data, got none; name a file as "
             "'calibration' under the 'parameters' of each model"
         )
+    if merge.settings["plan"]:
+        raise RecipeError(
+            f"a search must score plain merges, got plan: {merge.settings['plan']}; "
+            "remove 'plan' for the search"
+        )
     if merge.settings["scope"] != "tensor":
         raise RecipeError(
             f"a search must rank inside tensors, got scope: {merge.settings['scope']}; "
@@ -167,9 +173,11 @@ def search_merge(
     models = [task.settings.model for task in tasks]
     cuts: Cuts = {}
 
-    def score(choices: Sequence[Choice]) -> list[list[FloatArray]]:
+    def score(
+        choices: Sequence[Choice], tensors: Sequence[PlannedTensor] = plain
+    ) -> list[list[FloatArray]]:
         return score_merges(
-            [_apply(plain, choice) for choice in choices],
+            [_apply(tensors, choice) for choice in choices],
             tasks,
             replay,
             device=device,
@@ -178,9 +186,13 @@ def search_merge(
             progress=progress,
         )
 
+    # An expert that is added to the base alone, as nothing but the base dilutes it.
+    alone = {"lambda": 1.0, "consensus": "none", "normalize": False}
+    undiluted = [tensor.with_shared(**alone) for tensor in plain]
     search = _Search(
         models,
         score,
+        score_alone=lambda choices: score(choices, undiluted),
         is_raw=merge.settings["compare"] == "raw",
         objective=settings.objective,
     )
@@ -256,9 +268,11 @@ class _Search:
         *,
         is_raw: bool,
         objective: Kind = "mean",
+        score_alone: ScoreChoices | None = None,
     ) -> None:
         self._models = models
         self._score = score
+        self._score_alone = score_alone or score
         self._is_raw = is_raw
         self._kind: Kind = objective
         self._made: dict[str, tuple[str, Choice, list[FloatArray]]] = {}
@@ -278,7 +292,7 @@ class _Search:
             }
             for own in ("", *self._models)
         ]
-        base, *singles = self._score(alone)
+        base, *singles = self._score_alone(alone)
         self._base = base
         self._single = [scores[t] for t, scores in enumerate(singles)]
         for model, gain in zip(self._models, self._gains(), strict=True):
@@ -389,7 +403,8 @@ def write_recipe(
     document = to_document(merge.config)
     if folder is not None:
         _move_data(document, merge.folders, folder)
-    _put_values(document, result.best.choice)
+    for name in ("models", "slices", "modules"):
+        _put_values(document.get(name), result.best.choice)
     start, best = result.trials[0], result.best
     what = result.what
     samples = ", ".join(f"{n} samples of '{m}'" for m, n in result.n_samples.items())
@@ -399,6 +414,7 @@ def write_recipe(
         f"{what}: {best.objective:.4f}; of the recipe as it was: {start.objective:.4f}",
         f"(difference {start.behind:.4f} ± {start.behind_se:.4f}, one standard error).",
         "Chosen on these samples: evaluate it on others before you believe it.",
+        "Scores are of the plain merge, before an analysis of it treats any layer.",
     ]
     for model, score in best.scores.items():
         recovered = "" if best.gains is None else f", recovered {best.gains[model]:.3f}"

@@ -89,6 +89,12 @@ class PlannedTensor:
         )
         return replace(self, task=task)
 
+    def with_shared(self, **changes: Any) -> "PlannedTensor":
+        """Return the tensor with values of the whole merge set."""
+        shared = immutables.Map({**dict(self.task.parameters.items()), **changes})
+        task = self.task.model_copy(update={"parameters": shared})
+        return replace(self, task=task)
+
 
 def apply_plan(
     tensors: Sequence[PlannedTensor], plan: Plan | None

@@ -312,6 +312,16 @@ def test_search_keeps_its_hands_off_the_recipe(desk, tmp_path):
     assert "must be a new file" in text
     text = fail("search", desk / "配方.yml", "--out", tmp_path / "out.csv")
     assert "must be a new file" in text
+    # The table beside the tuned recipe would be the data.
+    data = tmp_path / "题.csv"
+    data.write_text("prompt,completion\nq,a\nr,b\n", encoding="utf-8")
+    recipe = yaml.safe_load((desk / "配方.yml").read_text(encoding="utf-8"))
+    recipe["models"][0]["parameters"]["calibration"] = data.name
+    write_recipe(tmp_path / "配方.yml", recipe)
+    before = data.read_bytes()
+    text = fail("search", tmp_path / "配方.yml", "--out", tmp_path / "题.yml")
+    assert f"'{data}' must be a new file" in text
+    assert data.read_bytes() == before
     text = fail("search", desk / "配方.yml", "--out", tmp_path, "--weights", "0.5")
     assert "must be a file to write, got a folder" in text
     text = fail(
@@ -346,6 +356,15 @@ def test_evaluate_prints_a_table_and_writes_json(desk, tmp_path):
     loss = found["results"][0]["estimates"]["loss"]["value"]
     assert f"{loss:.3f}" in text
     assert text.endswith(f"scores written to {out}\n")
+
+
+@pytest.mark.parametrize("pair", ["{}", "letters={}"])
+def test_evaluate_does_not_write_over_its_data(desk, tmp_path, pair):
+    data = tmp_path / "held-out.jsonl"
+    data.write_bytes((desk / "a.考试.jsonl").read_bytes())
+    text = fail("evaluate", desk / "a", "--data", pair.format(data), "--json", data)
+    assert "must be a new file" in text
+    assert data.read_bytes() == (desk / "a.考试.jsonl").read_bytes()
 
 
 def test_evaluate_refuses_calibration_data(desk):

@@ -399,6 +399,22 @@ def print_tables(evaluation: Evaluation, width: int) -> str:
     return out.getvalue()
 
 
+def test_names_with_brackets_and_colons_are_no_markup(evaluation: Evaluation):
+    name = "runs/[final]/:smile:"
+    results = [
+        result.model_copy(update={"model": name}) for result in evaluation.results[:1]
+    ]
+    task = [t for t in evaluation.tasks if t.name == results[0].task]
+    bare = evaluation.model_copy(
+        update={
+            "results": tuple(results),
+            "tasks": tuple(task),
+            **dict.fromkeys(("recovered", "differences", "forgetting"), ()),
+        }
+    )
+    assert name in print_tables(bare, 200)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_tables_hold_every_value_within_the_width(evaluation: Evaluation, width: int):
     text = print_tables(evaluation, width)

@@ -259,6 +259,9 @@ def test_search_without_data_or_with_a_wide_scope_is_refused(school, tmp_path):
     wide = {**recipe, "parameters": {"scope": "model"}}
     with pytest.raises(ValueError, match="must rank inside tensors, got scope: model"):
         run_search(wide)
+    planned = {**recipe, "parameters": {"plan": "some.json"}}
+    with pytest.raises(ValueError, match="must score plain merges, got plan: some"):
+        run_search(planned)
     bare = {
         **recipe,
         "models": [{"model": item["model"]} for item in recipe["models"]],
@@ -266,6 +269,39 @@ def test_search_without_data_or_with_a_wide_scope_is_refused(school, tmp_path):
     }
     with pytest.raises(ValueError, match="must have calibration data, got none"):
         run_search(bare)
+
+
+def test_whole_expert_is_not_diluted_by_what_the_recipe_does_to_the_merge(
+    school, searched, merge, tmp_path
+):
+    recipe = make_analysis(school, tmp_path, "a", "b", of_model={"weight": 0.8})
+    diluted = {"lambda": 0.5, "consensus": "sum"}
+    recipe["parameters"] = {**diluted, "resolve": "rules"}
+    _, result = run_search(recipe, grid=2, evaluations=4)
+    assert result.single == pytest.approx(searched[-1].single)
+    assert result.base == pytest.approx(searched[-1].base)
+    bench = Bench.of(school, "a", "b")
+    plain = with_choice(recipe, {})
+    merged = merge({**plain, "parameters": diluted}, out=tmp_path / "out")
+    for model, score in result.trials[0].scores.items():
+        brute = float(bench.score(merged, model.rsplit("/", 1)[-1]).mean())
+        assert score == pytest.approx(brute, abs=1e-5)
+
+
+def test_values_are_put_to_models_that_are_merged_alone(searched):
+    recipe, planned, result = searched
+    source = {
+        "kind": "model_token",
+        "model": recipe["models"][0]["model"],
+        "token": "a",
+    }
+    tokens = {"tokenizer": {"source": "base", "tokens": {"a": {"source": source}}}}
+    config = MergeConfiguration.model_validate({**recipe, **tokens})
+    text = search.write_recipe(replace(planned, config=config), result)
+    tuned = yaml.safe_load(text)
+    assert "parameters" not in tuned["tokenizer"]["tokens"]["a"]["source"]
+    best = result.best.choice[recipe["models"][0]["model"]]
+    assert tuned["models"][0]["parameters"]["weight"] == best.weight is not None
 
 
 @pytest.mark.parametrize(

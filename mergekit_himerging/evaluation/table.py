@@ -132,9 +132,9 @@ def _stack(
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
         table.add_column("", max_width=name_width, overflow="fold")
         for head, _ in taken:
-            table.add_column(head, justify="right", no_wrap=True)
+            table.add_column(Text(head), justify="right", no_wrap=True)
         for number, name in enumerate(names):
-            table.add_row(name, *(cells[number] for _, cells in taken))
+            table.add_row(Text(name), *(cells[number] for _, cells in taken))
         yield table
 
 

@@ -48,8 +48,11 @@ from mergekit_himerging.views.words import (
 
 def make_console() -> Console:
     """Make a console that is wide in a pipe, where nobody counts columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    # Names may have brackets and colons that are no markup.
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def render_plan(plan: Plan) -> Group:
