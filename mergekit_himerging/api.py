@@ -6,6 +6,7 @@ is changed.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.seam import forget_loaders
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
 from mergekit_himerging.tasks import apply_plan
+
+LOG = logging.getLogger(__name__)
 
 Recipe = str | Path | Mapping[str, Any] | MergeConfiguration
 """A recipe's file, its content, or what MergeKit made of it."""
@@ -406,7 +409,8 @@ def evaluate(
         options: MergeKit's; quiet where None.
         base: what the others were tuned from, unless a recipe says so.
         experts: model by name of the task that it was tuned for; a recipe's experts
-            are matched by the names of calibration and held-out file.
+            are matched by the names of calibration and held-out file up to the first
+            dot.
         rows: of each task at most, a seeded choice.
         settings: how; the defaults where None.
         allow_overlap: also score rows that calibrated.
@@ -434,6 +438,7 @@ def evaluate(
     folders = [str(m) for m in models if str(m) not in recipes]
     merges = {name: plan(name, options) for name in dict.fromkeys(recipes)}
     base = _find_base(base, merges)
+    _check_experts(experts or {}, base)
     if not allow_overlap:
         others = [*folders, *(experts or {}).values(), *([base] if base else [])]
         used = {row for name in others for row in _rows_of(_folder_plan(Path(name)))}
@@ -464,6 +469,14 @@ def evaluate(
         }
         for model, task_of in match_tasks(of_recipe, names).items():
             add_model(model, "expert", task_of)
+            if candidates[model].task is None:
+                LOG.warning(
+                    "hi_merging: no held-out data is known to be of the task of '%s', "
+                    "so no recovered gain is told of it; name its task with --expert "
+                    "TASK=MODEL, or its file like its calibration data up to the first "
+                    "dot",
+                    model,
+                )
     for name in folders:
         add_model(name, "merge")
     labels = shorten_names(merges, all_names=True)
@@ -473,6 +486,29 @@ def evaluate(
     return run.evaluate(
         list(candidates.values()), tasks, settings, keep_in=keep_in, progress=progress
     )
+
+
+def _check_experts(experts: Mapping[str, str], base: str | None) -> None:
+    """Check that every task has an expert of its own.
+
+    Raises:
+        ValueError: one is the base, or of two tasks.
+    """
+    tasks: dict[str, str] = {}
+    for task, name in experts.items():
+        model = str(ModelReference.parse(name))
+        if model == base:
+            raise ValueError(
+                f"expert of '{task}' must be another model than the base, got "
+                f"'{model}'; leave it out"
+            )
+        if model in tasks:
+            raise ValueError(
+                f"'{model}' must be the expert of one task, got '{tasks[model]}' and "
+                f"'{task}'; put their rows into one file, or evaluate one after the "
+                "other"
+            )
+        tasks[model] = task
 
 
 def _find_base(given: str | None, merges: Mapping[str, PlannedMerge]) -> str | None:

@@ -325,7 +325,8 @@ def search(
     "--expert",
     "experts",
     multiple=True,
-    help="TASK=MODEL: the model that was tuned for a task; may be repeated.",
+    help="TASK=MODEL: the model that was tuned for a task; may be repeated. Experts of "
+    "a recipe are matched by the names of data up to the first dot.",
 )
 @click.option("--rows", type=int, help="Rows of each task at most, a seeded choice.")
 @click.option(

@@ -643,6 +643,28 @@ def test_calibration_rows_of_a_merged_folder_are_refused(
         api.evaluate(models, [held_out], settings=QUICK, **others)
 
 
+def test_expert_is_another_model_than_the_base_and_of_one_task(school, tmp_path):
+    data = {name: write_held_out(tmp_path, name) for name in "ab"}
+    base = str(school / "base")
+    with pytest.raises(ValueError, match=r"of 'a' must be another model than the base"):
+        api.evaluate([str(school / "a")], data, base=base, experts={"a": base})
+    with pytest.raises(ValueError, match="'m' must be the expert of one task, got 'a'"):
+        api.evaluate([str(school / "a")], data, experts={"a": "m", "b": "m"})
+
+
+def test_expert_without_a_task_is_named(analysed, tmp_path, caplog):
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump(analysed[0]), encoding="utf-8")
+    held_out = [
+        write_rows(tmp_path, name, completions("c")) for name in ("a", "b_test")
+    ]
+    found = api.evaluate([path], held_out, settings=QUICK)
+    told = [r.getMessage() for r in caplog.records if "no held-out" in r.getMessage()]
+    assert len(told) == 1
+    assert "/b', so no recovered gain is told of it; name its task with" in told[0]
+    assert {r.expert.rsplit("/", 1)[-1] for r in found.recovered} == {"a"}
+
+
 def test_overlap_may_be_allowed(analysed, tmp_path):
     path = tmp_path / "recipe.yml"
     path.write_text(yaml.safe_dump(analysed[0]), encoding="utf-8")
