@@ -54,7 +54,7 @@ from mergekit_himerging.preflight import (
     inspect_recipe,
     raise_errors,
 )
-from mergekit_himerging.recipe import check_size, read_tasks
+from mergekit_himerging.recipe import check_size, read_tasks, resolve_model
 from mergekit_himerging.scores import TaskReport, WholeScores
 from mergekit_himerging.seam import forget_loaders
 from mergekit_himerging.search import SearchResult, SearchSettings, search_merge
@@ -445,16 +445,18 @@ def evaluate(
         used |= {row for merge in merges.values() for row in _calibration_rows(merge)}
         for held_out in tasks:
             refuse_overlap(held_out, used)
-    candidates: dict[str, Candidate] = {}
+    candidates: dict[Any, Candidate] = {}
 
-    def add_model(name: str, role: Role, task: str | None = None) -> None:
+    def add_model(name: str, role: Role, task: str | None = None) -> Candidate:
         reference = ModelReference.parse(name)
         others = [ModelReference.parse(base)] if base else []
-        known = candidates.get(str(reference))
+        key = resolve_model(str(reference))
+        known = candidates.get(key)
         if known is None or (known.task is None and task is not None):
-            candidates[str(reference)] = make_model_candidate(
+            candidates[key] = make_model_candidate(
                 reference, options, role=role, task=task, others=others
             )
+        return candidates[key]
 
     if base is not None:
         add_model(base, "base")
@@ -465,11 +467,10 @@ def evaluate(
         of_recipe = {
             str(model): calibration.get(str(model), "")
             for model in merge.config.referenced_models()
-            if str(model) != base
+            if base is None or resolve_model(str(model)) != resolve_model(base)
         }
         for model, task_of in match_tasks(of_recipe, names).items():
-            add_model(model, "expert", task_of)
-            if candidates[model].task is None:
+            if add_model(model, "expert", task_of).task is None:
                 LOG.warning(
                     "hi_merging: no held-out data is known to be of the task of '%s', "
                     "so no recovered gain is told of it; name its task with --expert "
@@ -494,17 +495,17 @@ def _check_experts(experts: Mapping[str, str], base: str | None) -> None:
     Raises:
         ValueError: one is the base, or of two tasks.
     """
-    tasks: dict[str, str] = {}
+    tasks: dict[tuple[str, ...], str] = {}
     for task, name in experts.items():
-        model = str(ModelReference.parse(name))
-        if model == base:
+        model = resolve_model(str(ModelReference.parse(name)))
+        if base is not None and model == resolve_model(base):
             raise ValueError(
                 f"expert of '{task}' must be another model than the base, got "
-                f"'{model}'; leave it out"
+                f"'{name}'; leave it out"
             )
         if model in tasks:
             raise ValueError(
-                f"'{model}' must be the expert of one task, got '{tasks[model]}' and "
+                f"'{name}' must be the expert of one task, got '{tasks[model]}' and "
                 f"'{task}'; put their rows into one file, or evaluate one after the "
                 "other"
             )

@@ -652,6 +652,26 @@ def test_expert_is_another_model_than_the_base_and_of_one_task(school, tmp_path)
         api.evaluate([str(school / "a")], data, experts={"a": "m", "b": "m"})
 
 
+def test_model_is_scored_once_however_its_folder_is_spelled(
+    analysed, school, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(school)
+    path = tmp_path / "recipe.yml"
+    path.write_text(yaml.safe_dump(analysed[0]), encoding="utf-8")
+    data = {name: write_held_out(tmp_path, name) for name in "ab"}
+    found = api.evaluate(
+        [path], data, base="./base", experts={"a": "./a"}, settings=QUICK
+    )
+    assert sorted(info.role for info in found.models) == [
+        "base",
+        "expert",
+        "expert",
+        "merge",
+    ]
+    with pytest.raises(ValueError, match=r"another model than the base, got './base'"):
+        api.evaluate([path], data, experts={"a": "./base"})
+
+
 def test_expert_without_a_task_is_named(analysed, tmp_path, caplog):
     path = tmp_path / "recipe.yml"
     path.write_text(yaml.safe_dump(analysed[0]), encoding="utf-8")

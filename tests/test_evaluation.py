@@ -399,6 +399,18 @@ def print_tables(evaluation: Evaluation, width: int) -> str:
     return out.getvalue()
 
 
+def test_rows_that_a_model_did_not_see_whole_are_told(evaluation: Evaluation):
+    assert "lost" not in print_tables(evaluation, 200)
+    first, *others = evaluation.results
+    measured = first.measured.model_copy(update={"n_truncated": 3, "n_prompts_cut": 2})
+    results = (first.model_copy(update={"measured": measured}), *others)
+    text = print_tables(evaluation.model_copy(update={"results": results}), 200)
+    assert (
+        f"{first.model}: 3 rows lost tokens to its length, 2 prompts lost their "
+        "beginning to the answer's"
+    ) in text
+
+
 def test_names_with_brackets_and_colons_are_no_markup(evaluation: Evaluation):
     name = "runs/[final]/:smile:"
     results = [

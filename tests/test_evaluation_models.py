@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -403,6 +404,19 @@ def test_a_long_prompt_loses_its_beginning(tokenizer: PreTrainedTokenizerFast):
     answers, n_cut = generate_answers(model, tokenizer, [row], **options)
     assert answers == (continue_one(model, spell(row.prompt[-28:]), 8),)
     assert n_cut == 1
+
+
+def test_long_reference_takes_nothing_from_the_prompt(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    model = make_model("gpt2")  # 36 positions
+    options = {"max_new_tokens": 8, "max_length": 64, "max_tokens": 999}
+    (row,) = free_rows("abcdefghijklmnopqrst")
+    long = replace(row, completion="0123456789" * 3)
+    for one in (row, long):
+        answers, n_cut = generate_answers(model, tokenizer, [one], **options)
+        assert answers == (continue_one(model, spell(row.prompt), 8),)
+        assert n_cut == 0
 
 
 def test_answers_leave_half_of_a_short_model_to_the_prompt(

@@ -4,6 +4,7 @@ Invariant: an answer does not depend on what else is in its batch.
 """
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,8 +88,9 @@ def generate_answers(
         )
         max_new_tokens = max(1, length // 2)
     room = length - max_new_tokens
+    # Whole: a long reference takes nothing from the prompt.
     samples = tokenize_rows(
-        rows, tokenizer, metric="loss", max_length=length, vocab_size=vocab_size
+        rows, tokenizer, metric="loss", max_length=sys.maxsize, vocab_size=vocab_size
     ).samples
     sequences = [sample.options[0] for sample in samples]
     prompts = [

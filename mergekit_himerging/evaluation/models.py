@@ -116,6 +116,7 @@ def make_merge_candidate(
         "recipe": to_document(merge.config),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "models": {str(m): hash_model(folders_of(m)) for m in models},
+        "device": pick_device(merge.options).type,
     }
     return Candidate(
         name=name,
@@ -143,7 +144,12 @@ def make_model_candidate(
             reference, options, others, device=pick_device(options)
         ),
         task=task,
-        fingerprint=make_fingerprint({"model": hash_model(folders_of(reference))}),
+        fingerprint=make_fingerprint(
+            {
+                "model": hash_model(folders_of(reference)),
+                "device": pick_device(options).type,
+            }
+        ),
     )
 
 

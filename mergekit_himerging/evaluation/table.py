@@ -63,6 +63,7 @@ def _make_all(evaluation: Evaluation, width: int) -> Iterator[RenderableType]:
             [_score_column(metric, results) for metric in metrics],
             width,
         )
+        yield from _tell_cuts(results)
         yield from _make_recovered(evaluation.recovered, task.name, width)
     yield from _make_differences(
         "differences, above 0 where the first is better", evaluation.differences, width
@@ -73,6 +74,17 @@ def _make_all(evaluation: Evaluation, width: int) -> Iterator[RenderableType]:
         evaluation.forgetting,
         width,
     )
+
+
+def _tell_cuts(results: Sequence[Result]) -> Iterator[RenderableType]:
+    """Say where a model did not see rows whole: its scores are of less than others."""
+    for result in results:
+        n_rows, n_prompts = result.measured.n_truncated, result.measured.n_prompts_cut
+        parts = [f"{n_rows} rows lost tokens to its length"] if n_rows else []
+        if n_prompts:
+            parts.append(f"{n_prompts} prompts lost their beginning to the answer's")
+        if parts:
+            yield Text(f"{result.model}: {', '.join(parts)}")
 
 
 def _make_recovered(
