@@ -133,6 +133,9 @@ def test_vocabulary_of_one_has_nothing_to_measure_and_merges(tmp_path):
 def test_single_sample_chooses_and_none_judges(tmp_path):
     save_pair(tmp_path, "a", "b")
     said = run(make_measured(tmp_path, "a", "b", n_rows=1), tmp_path)
+    assert said.exit_code == 1
+    assert "must have two samples or more for a standard error, got 1" in said.output
+    said = run(make_measured(tmp_path, "a", "b", n_rows=1, resolve="rules"), tmp_path)
     assert said.exit_code == 0, said.output
     plan = read_plan(tmp_path / "merged" / PLAN_FILE)
     assert [task.n_samples for task in plan.tasks] == [1, 1]
