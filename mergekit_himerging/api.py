@@ -445,7 +445,7 @@ def evaluate(
         used |= {row for merge in merges.values() for row in _calibration_rows(merge)}
         for held_out in tasks:
             refuse_overlap(held_out, used)
-    candidates: dict[Any, Candidate] = {}
+    candidates: dict[tuple[str, ...] | str, Candidate] = {}
 
     def add_model(name: str, role: Role, task: str | None = None) -> Candidate:
         reference = ModelReference.parse(name)

@@ -52,7 +52,9 @@ class Slope(Record):
     Attributes:
         layer, model: whose delta.
         slope: of the mean score by the factor on the delta's weight, at the plain
-            merge; below 0 the delta harms the task there.
+            merge; below 0 the delta harms the task there. Of ``accuracy`` that of the
+            log-probability of the right option, times the task's gain in accuracy over
+            its gain in that.
     """
 
     layer: int

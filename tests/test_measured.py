@@ -16,7 +16,8 @@ from test_analysis import make_tokenizer as make_letters
 from test_recipe import WITH_DATA, problems_of
 
 from mergekit_himerging import tasks as planned_tasks
-from mergekit_himerging.analysis import session
+from mergekit_himerging.analysis import measured, run, session
+from mergekit_himerging.analysis.calibration import NotANumberError
 from mergekit_himerging.analysis.measured import (
     BUDGET,
     MAX_FACTOR,
@@ -703,3 +704,40 @@ def test_wide_scope_reads_the_tensors_once_for_all_factors(
     treatment = plan.treatments[0].model_copy(update={"density_factor": 0.5})
     merge.resolve(plan.model_copy(update={"treatments": (treatment,)}))
     assert len(asked) == 2
+
+
+def test_slopes_that_are_not_finite_name_the_task(school, tmp_path, monkeypatch):
+    def overflow(*arguments, **more):
+        found = measure_slopes(*arguments, **more)
+        found.slopes[1, 0, 0] = np.inf
+        return found
+
+    monkeypatch.setattr(measured, "measure_slopes", overflow)
+    recipe = make_analysis(school, tmp_path, "a", "b", resolve="measured")
+    del recipe["parameters"]["plan_out"]
+    with pytest.raises(
+        ValueError, match=r"slopes of '.*/b' must be finite, got 1 that"
+    ):
+        make_plan(plan_of(recipe))
+
+
+def test_merge_that_gives_nan_is_tried_shorter(school, tmp_path, monkeypatch, caplog):
+    tried = []
+
+    def overflow(*arguments):
+        tried.append(arguments)
+        if len(tried) == 1:
+            raise NotANumberError("NaN")
+        return score_treated(*arguments)
+
+    score_treated = run._score_treated
+    monkeypatch.setattr(run, "_score_treated", overflow)
+    recipe = make_analysis(
+        school, tmp_path, "a", "b", resolve="measured", of_model={"weight": 0.3}
+    )
+    del recipe["parameters"]["plan_out"]
+    plan = make_plan(plan_of(recipe))
+    assert plan.steps[0].radius == 0.25
+    assert plan.steps[0].forwards == FORWARDS + 2
+    assert plan.choice_forwards <= BUDGET
+    assert "scores that are not finite" in caplog.text
