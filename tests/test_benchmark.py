@@ -37,6 +37,8 @@ from results import (  # noqa: E402
     read_result,
     write_result,
 )
+from schedule import BATCH_ROWS, draw_batches, mix_batches  # noqa: E402
+from scoring import Example  # noqa: E402
 
 BUDGET = Budget(
     name="tiny", test_rows=3, trials=2, tuning_rows=2, samples=4, generated_rows=2
@@ -550,3 +552,29 @@ def test_numbers_of_a_list_stand_in_one_line(tmp_path):
     assert "[ 2.0, 4.5 ]" in text
     assert "[ null, 1.0 ]" in text
     assert read_result(path) == result
+
+
+def make_examples(task: int, n_rows: int) -> list[Example]:
+    """Rows of rising length whose first token names the task."""
+    return [Example(ids=(task, *range(n)), n_answer=1) for n in range(1, n_rows + 1)]
+
+
+def test_mixed_adapter_sees_what_each_expert_saw_and_no_task_comes_last():
+    """One that had its turns at the end would be remembered best."""
+    tasks = [make_examples(task, 40) for task in range(3)]
+    steps = (4, 12, 4)
+    mixed = list(mix_batches(tasks, steps, seed=1))
+    order = [batch[0].ids[0] for batch in mixed]
+    for task, n_steps in enumerate(steps):
+        alone = list(draw_batches(tasks[task], 1, n_steps))
+        assert [batch for batch in mixed if batch[0].ids[0] == task] == alone
+        for quarter in range(4):
+            part = order[5 * quarter : 5 * quarter + 5]
+            assert part.count(task) == n_steps // 4
+    assert {len(batch) for batch in mixed} == {BATCH_ROWS}
+
+
+def test_tasks_with_equal_steps_take_turns():
+    tasks = [make_examples(task, 20) for task in range(2)]
+    order = [batch[0].ids[0] for batch in mix_batches(tasks, (3, 3), seed=0)]
+    assert order == [0, 1, 0, 1, 0, 1]

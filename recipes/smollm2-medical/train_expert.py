@@ -8,8 +8,9 @@ Run from the repository root:
     python recipes/smollm2-medical/train_expert.py --task en-mcqa \
         --out recipes/smollm2-medical/experts/en-mcqa
 
-With several --task the batches of the tasks take turns, --steps of each. With --full
-all weights are trained and a whole model is written, not a LoRA adapter.
+With several --task their batches are mixed: --steps of each, or one --steps for each
+in their order, so that a mix can see what each expert has seen. With --full all weights
+are trained and a whole model is written, not a LoRA adapter.
 
 The same command goes on where a stopped run was: a state file beside the output keeps
 weights and optimiser, and is removed at the end. The order of rows is a function of
@@ -18,10 +19,8 @@ seed and step alone, so a resumed run sees what an unbroken one would have seen.
 
 import dataclasses
 import logging
-import math
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,6 +30,7 @@ import torch
 from folders import new_folder
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils import set_peft_model_state_dict
+from schedule import learning_rate, mix_batches
 from scoring import Example, answer_losses, encode_example
 from tasks import TASKS, build_splits
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -49,10 +49,6 @@ LINEAR_LAYERS = (
 )
 RANK = 8
 ALPHA = 16
-BATCH_ROWS = 8
-# Rows of similar length share a batch: sorted inside windows of this many batches.
-WINDOW_BATCHES = 8
-WARM_UP_STEPS = 10
 PEAK_LEARNING_RATE = 1e-3
 FULL_PEAK_LEARNING_RATE = 1e-4
 MAX_GRADIENT_NORM = 1.0
@@ -65,14 +61,14 @@ class Settings:
     """What a state file must agree with to be resumed."""
 
     tasks: tuple[str, ...]
-    steps: int
+    steps: tuple[int, ...]
     seed: int
     is_full: bool
 
     @property
     def total_steps(self) -> int:
         """Steps of all tasks together."""
-        return self.steps * len(self.tasks)
+        return sum(self.steps)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -98,10 +94,11 @@ class Settings:
 @click.option("--full", "is_full", is_flag=True, help="Train all weights.")
 @click.option(
     "--steps",
+    multiple=True,
     type=click.IntRange(min=1),
-    default=164,
+    default=(164,),
     show_default=True,
-    help="Steps of each task.",
+    help="Steps of every task, or one for each --task.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
@@ -121,7 +118,7 @@ def main(
     tasks: tuple[str, ...],
     out: Path,
     is_full: bool,
-    steps: int,
+    steps: tuple[int, ...],
     seed: int,
     threads: int,
     base: Path,
@@ -132,6 +129,13 @@ def main(
     if out.exists():
         raise click.ClickException(
             f"{out} must not exist yet; remove it or name another folder"
+        )
+    if len(steps) == 1:
+        steps *= len(tasks)
+    if len(steps) != len(tasks):
+        raise click.ClickException(
+            f"--steps must be given once, or once for each of {len(tasks)} --task, "
+            f"got {len(steps)}"
         )
     torch.set_num_threads(threads)
     settings = Settings(tasks, steps, seed, is_full)
@@ -205,7 +209,7 @@ def train(
     n_tokens = 0
     recent: list[float] = []
     n_steps = settings.total_steps
-    for step, batch in enumerate(take_turns(examples, settings)):
+    for step, batch in enumerate(mix_batches(examples, settings.steps, settings.seed)):
         if step < first_step:
             continue
         for group in optimiser.param_groups:
@@ -233,50 +237,6 @@ def train(
         if done % STEPS_BETWEEN_SAVES == 0 and done < n_steps:
             save_state(model, optimiser, settings, done, state)
     state.unlink(missing_ok=True)
-
-
-def take_turns(
-    examples: Sequence[Sequence[Example]], settings: Settings
-) -> Iterator[list[Example]]:
-    """Yield a batch of each task in turn."""
-    streams = [batches(rows, settings.seed, settings.steps) for rows in examples]
-    for turn in zip(*streams, strict=True):
-        yield from turn
-
-
-def batches(
-    examples: Sequence[Example], seed: int, n_batches: int
-) -> Iterator[list[Example]]:
-    """Yield batches of ``BATCH_ROWS``, epoch after epoch; the last rows may be cut."""
-    generator = random.Random(seed)
-    produced = 0
-    while produced < n_batches:
-        order = list(examples)
-        generator.shuffle(order)
-        window = BATCH_ROWS * WINDOW_BATCHES
-        epoch = []
-        for start in range(0, len(order), window):
-            rows = sorted(order[start : start + window], key=lambda e: len(e.ids))
-            in_window = [
-                rows[i : i + BATCH_ROWS] for i in range(0, len(rows), BATCH_ROWS)
-            ]
-            generator.shuffle(in_window)
-            epoch += [batch for batch in in_window if len(batch) == BATCH_ROWS]
-        if not epoch:
-            raise ValueError(
-                f"training needs {BATCH_ROWS} rows or more, got {len(examples)}; "
-                "use the pinned wheels"
-            )
-        yield from epoch[: n_batches - produced]
-        produced += len(epoch)
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm up linearly, then fall to zero along half a cosine; ``step`` from 0."""
-    if step < WARM_UP_STEPS:
-        return peak * (step + 1) / WARM_UP_STEPS
-    progress = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def get_trained(model: LlamaForCausalLM | PeftModel) -> dict[str, torch.Tensor]:
