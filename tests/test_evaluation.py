@@ -411,6 +411,31 @@ def test_rows_that_a_model_did_not_see_whole_are_told(evaluation: Evaluation):
     ) in text
 
 
+def test_models_that_were_scored_on_other_tokens_are_told():
+    """Two chat templates: what the messages become differs, plain rows do not."""
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    chat = Task("chat", "chat.jsonl", (parse_row({"messages": turns}, "chat"),))
+
+    def make(name: str, mark: str) -> Candidate:
+        def load() -> Any:
+            tokenizer = make_tokenizer()
+            tokenizer.chat_template = (
+                "{% for m in messages %}" + mark + "{{ m['content'] }}{% endfor %}"
+            )
+            return make_llama(seed=0, n_layers=1), tokenizer
+
+        return Candidate(name, "merge", load)
+
+    found = evaluate(
+        [make("one", "+"), make("same", "+"), make("strange", "z")],
+        [*make_tasks(), chat],
+        SILENT,
+    )
+    text = print_tables(found, 200)
+    assert text.count("scored on other tokens than") == 1
+    assert "strange: scored on other tokens than one" in text
+
+
 def test_names_with_brackets_and_colons_are_no_markup(evaluation: Evaluation):
     name = "runs/[final]/:smile:"
     results = [

@@ -96,6 +96,8 @@ class Measured(Record):
         n_tokens, n_targets: tokens that were scored on, and scored ones, of all rows.
         n_truncated: rows that lost the beginning of their prompt, or a text its end.
         n_prompts_cut: prompts that were shortened to leave room for an answer.
+        tokens_sha256: of the token ids that were scored on; models with another one saw
+            another text, by their tokenizer, their chat template or their length.
     """
 
     loss: tuple[FiniteFloat, ...]
@@ -105,6 +107,7 @@ class Measured(Record):
     n_targets: int
     n_truncated: int
     n_prompts_cut: int
+    tokens_sha256: str = ""
 
 
 class Result(Record):

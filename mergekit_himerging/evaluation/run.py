@@ -207,6 +207,7 @@ class _Work:
             n_targets=scores.n_targets,
             n_truncated=scores.n_truncated,
             n_prompts_cut=n_cut,
+            tokens_sha256=scores.tokens_sha256,
         )
 
     def _load(self) -> tuple[Loaded, Scorer]:

@@ -4,6 +4,7 @@ Invariant: both are the analysis's own (``score_samples``), whatever the batch s
 whether options share the computation of their prompt.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -44,6 +45,7 @@ class RowScores:
         n_tokens, n_targets: tokens scored on, and scored ones: of the target, and
             where there are choices of all of them besides.
         n_truncated: rows that lost tokens.
+        tokens_sha256: of the token ids scored on, and of where targets begin.
     """
 
     loss: tuple[float, ...]
@@ -51,6 +53,7 @@ class RowScores:
     n_tokens: int
     n_targets: int
     n_truncated: int
+    tokens_sha256: str
 
 
 class Scorer:
@@ -120,6 +123,7 @@ class Scorer:
             n_targets=sum(part.n_targets for part in parts),
             # A question's options together are cut wherever the right one alone is.
             n_truncated=every.n_truncated + free.n_truncated,
+            tokens_sha256=_hash_tokens(every.samples, free.samples),
         )
 
     def _tokenize(self, rows: Sequence[Row], metric: Metric) -> Tokenized:
@@ -218,6 +222,16 @@ class Scorer:
             samples, torch.cat(parts), batches, metric=metric
         ).tolist()
         return scores
+
+
+def _hash_tokens(*parts: Sequence[Sample]) -> str:
+    sequences = [
+        (option.n_prompt, option.ids)
+        for samples in parts
+        for sample in samples
+        for option in sample.options
+    ]
+    return hashlib.sha256(repr(sequences).encode()).hexdigest()
 
 
 def _sequences_in(batch: Batch) -> list[int]:

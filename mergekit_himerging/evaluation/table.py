@@ -64,6 +64,7 @@ def _make_all(evaluation: Evaluation, width: int) -> Iterator[RenderableType]:
             width,
         )
         yield from _tell_cuts(results)
+        yield from _tell_other_tokens(results)
         yield from _make_recovered(evaluation.recovered, task.name, width)
     yield from _make_differences(
         "differences, above 0 where the first is better", evaluation.differences, width
@@ -85,6 +86,24 @@ def _tell_cuts(results: Sequence[Result]) -> Iterator[RenderableType]:
             parts.append(f"{n_prompts} prompts lost their beginning to the answer's")
         if parts:
             yield Text(f"{result.model}: {', '.join(parts)}")
+
+
+def _tell_other_tokens(results: Sequence[Result]) -> Iterator[RenderableType]:
+    """Say which models were scored on another text than the first one."""
+    first = results[0]
+    others = [
+        result.model
+        for result in results
+        if result.measured.tokens_sha256 != first.measured.tokens_sha256
+    ]
+    if others:
+        yield Text(
+            f"{', '.join(others)}: scored on other tokens than {first.model} (another "
+            "tokenizer, chat template or length), so a difference in loss is not of "
+            "the weights alone; give all models the same tokenizer files to compare "
+            "them",
+            "bold",
+        )
 
 
 def _make_recovered(
