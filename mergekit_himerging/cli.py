@@ -259,10 +259,9 @@ def export(
 @click.option("--weights", default="", help="Weights to try too, such as 0.3,0.5,0.7.")
 @click.option(
     "--objective",
-    default="mean",
-    show_default=True,
     type=click.Choice(["mean", "worst"]),
-    help="Of the tasks' recovered gains: their mean, or the worst task's.",
+    help="Of the tasks' recovered gains: their mean, or the worst task's; the recipe's "
+    "own by default.",
 )
 def search(
     recipe: Path,

@@ -57,7 +57,8 @@ class SearchSettings:
         grid: values of density and of scale each, evenly from 1 / grid to 1.
         evaluations: merges tried for each model at most, the recipe's own besides.
         weights: mixing coefficients tried for each model after that.
-        objective: the ``mean`` of the tasks' recovered gains, or the ``worst`` of them.
+        objective: the ``mean`` of the tasks' recovered gains, or the ``worst`` of them;
+            the recipe's own where None.
 
     Raises:
         ValueError: a value lies outside its range.
@@ -66,7 +67,7 @@ class SearchSettings:
     grid: int = 10
     evaluations: int = 25
     weights: tuple[float, ...] = ()
-    objective: Kind = "mean"
+    objective: Kind | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.grid <= 100:
@@ -194,7 +195,7 @@ def search_merge(
         score,
         score_alone=lambda choices: score(choices, undiluted),
         is_raw=merge.settings["compare"] == "raw",
-        objective=settings.objective,
+        objective=settings.objective or merge.settings["objective"],
     )
     search.measure_references()
     search.try_all("", [{}])

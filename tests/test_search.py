@@ -314,3 +314,22 @@ def test_values_are_put_to_models_that_are_merged_alone(searched):
 def test_setting_of_a_search_out_of_range_is_named(settings, problem):
     with pytest.raises(ValueError, match=problem):
         SearchSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [
+        ({}, None, np.mean),
+        ({"objective": "worst"}, None, np.min),
+        ({"objective": "worst"}, "mean", np.mean),
+        ({}, "worst", np.min),
+    ],
+)
+def test_objective_is_the_recipes_own_unless_another_is_asked_for(
+    own, asked, expected, school, tmp_path
+):
+    recipe = make_analysis(school, tmp_path, "a", "b", of_model={"weight": 0.8})
+    recipe["parameters"] = own
+    _, result = run_search(recipe, grid=2, evaluations=4, objective=asked)
+    for trial in result.trials:
+        assert trial.objective == pytest.approx(expected(list(trial.gains.values())))
