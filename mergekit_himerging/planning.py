@@ -5,6 +5,7 @@ other commands see.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,11 @@ from mergekit_himerging.tasks import (
     PlannedTensor,
     apply_plan,
     apply_scope,
+    list_idle,
     warn_of_rounding,
 )
+
+LOG = logging.getLogger(__name__)
 
 Resolve = Callable[[Plan | None], Sequence[PlannedTensor]]
 """A plan, or None for the plain merge -> tensors with their final values."""
@@ -67,7 +71,7 @@ class PlannedMerge:
         """Read the plan that the recipe names, if it names one.
 
         Raises:
-            RecipeError: it cannot be read.
+            RecipeError: it cannot be read, or does not fit the recipe.
         """
         name = self.settings.get("plan")
         if not name:
@@ -83,9 +87,18 @@ class PlannedMerge:
             places = " or ".join(f"'{path}'" for path in dict.fromkeys(tried))
             raise RecipeError(f"plan must be a file, found none at {places}")
         try:
-            return read_plan(path)
+            plan = read_plan(path)
         except ValueError as error:
             raise RecipeError(str(error)) from error
+        idle = list_idle(self.tensors, plan)
+        if idle:
+            LOG.warning(
+                "hi_merging: plan '%s' treats %d pairs of layer and model that the "
+                "recipe does not merge, the first layer %d of '%s': these treatments "
+                "do nothing; name the model in that slice, or remove them",
+                *(path, len(idle), *idle[0]),
+            )
+        return plan
 
 
 def plan_recipe(

@@ -305,6 +305,32 @@ def describe_merge(tensors: Sequence[PlannedTensor]) -> tuple[str, list[str], in
     return base, models, n_layers
 
 
+def list_merged(tensors: Sequence[PlannedTensor]) -> set[tuple[int, str]]:
+    """List the (layer, model) pairs that are merged; slices may leave some out."""
+    return {
+        (tensor.layer, str(model))
+        for tensor in tensors
+        if tensor.layer is not None
+        for model in tensor.experts
+    }
+
+
+def list_idle(tensors: Sequence[PlannedTensor], plan: Plan) -> list[tuple[int, str]]:
+    """List the (layer, model) pairs whose treatment has nothing to act on.
+
+    A drop is no such one: where nothing of a model is merged, it is dropped.
+
+    Raises:
+        RecipeError: the plan does not fit the recipe.
+    """
+    merged = list_merged(tensors)
+    return sorted(
+        pair
+        for pair, factors in _fit_plan(tensors, plan).items()
+        if pair not in merged and factors.weight != 0 and factors != Factors()
+    )
+
+
 def _fit_plan(
     tensors: Sequence[PlannedTensor], plan: Plan
 ) -> Mapping[tuple[int, str], Factors]:

@@ -493,6 +493,54 @@ def test_steps_go_up_within_the_budget_and_leave_flat_layers_alone():
     assert choice.steps[-1].forwards == choice.forwards == hill.cost
 
 
+def test_step_of_a_whole_model_leaves_layers_alone_that_have_nothing_of_it():
+    choice = climb(Hill([[1.7, 0.8], [1.0, 0.6], [1.6, 0.7]]))
+    assert (choice.steps[0].moves, choice.steps[0].taken) == ("models", True)
+    assert choice.factors[1, 0] == 1
+    assert (np.delete(choice.factors[:, 0], 1) > 1.2).all()
+
+
+@pytest.mark.parametrize("measure", ["first_order", "exact"])
+def test_layers_that_lack_a_model_have_no_factor_for_it(
+    school, merge, tmp_path, caplog, measure
+):
+    recipe = make_analysis(
+        school,
+        tmp_path,
+        "a",
+        "b",
+        of_model={"weight": 0.3},
+        resolve="measured",
+        measure=measure,
+        guard="report",
+    )
+    base, a, b = {"model": str(school / "base")}, *recipe.pop("models")
+    recipe["slices"] = [
+        {"sources": [{**source, "layer_range": layers} for source in sources]}
+        for sources, layers in (((base, a, b), [0, 2]), ((base, a), [2, 3]))
+    ]
+    merged = merge(recipe)
+    plan = read_plan(tmp_path / "plan.json")
+    by_pair = {(t.layer, t.model): t for t in plan.treatments}
+    lacking = by_pair[2, b["model"]]
+    assert (lacking.action, lacking.weight_factor) == ("keep", 1)
+    assert by_pair[0, b["model"]].action == by_pair[2, a["model"]].action == "set"
+
+    named = {**recipe, "parameters": {"plan": str(tmp_path / "plan.json")}}
+    same = merge(named, out=tmp_path / "same")
+    assert all(torch.equal(merged[n], same[n]) for n in merged)
+    assert "do nothing" not in caplog.text
+    # One that is edited so that it asks for the impossible.
+    asked = lacking.model_copy(update={"action": "set", "weight_factor": 1.5})
+    others = [t for t in plan.treatments if t is not lacking]
+    edited = plan.model_copy(update={"treatments": (*others, asked)})
+    (tmp_path / "plan.json").write_text(edited.to_json(), encoding="utf-8")
+    same = merge(named, out=tmp_path / "edited")
+    assert all(torch.equal(merged[n], same[n]) for n in merged)
+    assert "treats 1 pairs of layer and model that the recipe does not" in caplog.text
+    assert f"the first layer 2 of '{b['model']}': these treatments" in caplog.text
+
+
 def test_factors_keep_within_their_bounds():
     choice = climb(Hill([[9.0, -9.0]]))
     assert choice.factors.tolist() == [[MAX_FACTOR, 0.0]]

@@ -3,7 +3,7 @@
 Invariant: a step is taken only where the merge that it leads to, scored exactly, is
 better on all samples by more than its standard error, is no worse on those that gave no
 slopes or mends a floor, and misses no floor that was kept. Whole models come first,
-then their layers: a layer without a slope stays where its model is.
+then their layers: a layer without a slope stays as it is.
 """
 
 import logging
@@ -236,7 +236,9 @@ def choose_factors(
         while cost < budget and radius >= least_radius:
             slopes = here.slopes
             if moves == "models":
-                slopes = np.broadcast_to(slopes.mean(1, keepdims=True), slopes.shape)
+                # Where nothing of a model is merged, no task has a slope.
+                is_flat = (slopes == 0).all(0)
+                slopes = np.where(is_flat, 0.0, slopes.mean(1, keepdims=True))
             reserve = bend * radius**2
             step = _find_step(proof, factors, scores, slopes, radius, reserve)
             # As they will stand in the plan.

@@ -53,7 +53,7 @@ from mergekit_himerging.scores import (
     StepReport,
     TaskReport,
 )
-from mergekit_himerging.tasks import PlannedTensor
+from mergekit_himerging.tasks import PlannedTensor, list_merged
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """Largest difference of the self-check, in nats; 0.25 in shorter dtypes."""
@@ -246,6 +246,10 @@ def _resolve_by_measurement(
     models = [task.settings.model for task in tasks]
     way = pick_way(settings.measure, tasks, engine.replay, settings.memory)
     tensors = engine.resolve(None)
+    merged = list_merged(tensors)
+    is_merged = np.array(
+        [[(layer, m) in merged for m in models] for layer in range(skeleton.n_layers)]
+    )
     shared: dict[str, Any] = {
         "device": engine.device,
         "memory": settings.memory,
@@ -266,7 +270,7 @@ def _resolve_by_measurement(
                     f"{int((~np.isfinite(of_task)).sum())} that are not; set 'dtype: "
                     "float32' in the recipe, or 'resolve: rules'"
                 )
-        return Slopes(found.scores, found.slopes * units[:, None, None])
+        return Slopes(found.scores, found.slopes * units[:, None, None] * is_merged)
 
     def score(factors: FloatArray) -> SideScores:
         treatments = _set_factors(factors, models)
