@@ -85,6 +85,16 @@ def test_held_out_rows_that_were_calibrated_on_are_found_and_refused(tmp_path: P
     refuse_overlap(task, {"0" * 16})
 
 
+@pytest.mark.parametrize("name", [n for n in SAME if n != "text"])
+def test_held_out_row_is_found_whose_prompt_alone_calibrated(name: str):
+    """As with agreement, which needs no answers."""
+    alone = parse_row({"prompt": " 天空? "}, "", needs_answer=False)
+    other = parse_row({"prompt": "天"}, "", needs_answer=False)
+    held_out = parse_row(SAME[name], "held.jsonl line 1")
+    assert find_overlap([held_out], {hash_row(alone)}) == ("held.jsonl line 1",)
+    assert find_overlap([held_out], {hash_row(other)}) == ()
+
+
 def test_a_subset_is_chosen_by_content_and_seed(tmp_path: Path):
     records = [{"text": char} for char in "abcdefgh"]
     write_rows(tmp_path / "a.jsonl", *records)

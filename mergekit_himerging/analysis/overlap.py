@@ -6,6 +6,8 @@ have the same hash, whichever keys they came with.
 
 import hashlib
 import unicodedata
+from collections.abc import Collection
+from dataclasses import replace
 
 from mergekit_himerging.analysis.rows import Row
 
@@ -24,3 +26,16 @@ def hash_row(row: Row) -> str:
     parts = [row.prompt, row.context, *turns, row.completion]
     text = "".join(unicodedata.normalize("NFKC", "".join(parts)).split())
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def has_calibrated(row: Row, calibration_hashes: Collection[str]) -> bool:
+    """Return whether a row, or its prompt alone, is among those calibrated on.
+
+    Args:
+        row: held out.
+        calibration_hashes: of calibration rows, as ``hash_row`` makes them.
+    """
+    hashes = {hash_row(row)}
+    if row.shape != "text":
+        hashes.add(hash_row(replace(row, completion="")))
+    return not hashes.isdisjoint(calibration_hashes)

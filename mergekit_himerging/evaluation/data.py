@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mergekit_himerging.analysis.calibration import Row, choose_rows, read_rows
-from mergekit_himerging.analysis.overlap import hash_row
+from mergekit_himerging.analysis.overlap import has_calibrated
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def read_task(
 def find_overlap(
     rows: Iterable[Row], calibration_hashes: Collection[str]
 ) -> tuple[str, ...]:
-    """Find rows that were calibrated on.
+    """Find rows that were calibrated on, with their answers or as prompts alone.
 
     Args:
         rows: held out.
@@ -70,7 +70,7 @@ def find_overlap(
     Returns:
         The places of the rows found, as ``file.jsonl line 12``, in their order.
     """
-    return tuple(row.place for row in rows if hash_row(row) in calibration_hashes)
+    return tuple(row.place for row in rows if has_calibrated(row, calibration_hashes))
 
 
 def refuse_overlap(task: Task, calibration_hashes: Collection[str]) -> None:
